@@ -7,11 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import shardwright
 
 PACKAGE = Path(shardwright.__file__).parent
+
+
+class Site(NamedTuple):
+    """A place in the source: which of its file's, in which function ("": of the module), and what
+    stands there or becomes of it."""
+
+    file: str
+    number: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.function or '(module)'}: {self.text}"
 
 
 def module_of(file: str) -> Any:

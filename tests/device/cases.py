@@ -647,7 +647,7 @@ def model_of(
 
 def cutting(kind: str) -> list[tuple[Any, str, Any]]:
     """What stands in, and where, so that groups of a few bytes are cut in two, where the kind has that."""
-    cut = "cut" in setting(kind)[2]
+    cut = kind in OTHERS and "cut" in OTHERS[kind][2]
     return [(deferred, "SchedulePolicy", lambda: SchedulePolicy(bucket_cap_mb=0))] if cut else []
 
 

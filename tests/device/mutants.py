@@ -15,10 +15,10 @@ import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.device.sim import without_waiting
-from tests.replaced import PACKAGE, replaced
+from tests.replaced import PACKAGE, Site, replaced
 
 KINDS_OF: dict[str, tuple[str, ...]] = {
     "ops/bucketer.py": ("sums in buckets",),
@@ -100,18 +100,6 @@ ELSEWHERE = {
 """Files and folders with such calls that aren't on the way of a device, with the reason."""
 CALLS = {"wait", "wait_event", "wait_stream", "wait_on_host", "land", "release", "_release", "settle"}
 CALLS |= {"filled", "forget_filled", "arrive", "forget", "give_up", "free", "_free", "synchronize"}
-
-
-class Site(NamedTuple):
-    """A place in the source: which of its file, of these in its function, and what stands there."""
-
-    file: str
-    number: int
-    function: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file} {self.function}: {self.text}"
 
 
 def sites(elsewhere: bool = False) -> list[Site]:

@@ -76,7 +76,7 @@ def test_where_the_cap_of_logits_is_reached_the_loss_is_that_of_the_capped_ones(
 
 @pytest.mark.parametrize("kind", ["llama", "phi"])
 @on_ranks(2)
-def test_so_they_are_where_the_head_is_sharded_and_shows_the_embeddings_weight(rank, world, kind):
+def test_so_they_are_where_the_head_is_sharded_and_shows_the_embeddings_weight(kind):
     torch.manual_seed(0)
     config = AT_HEAD[kind]
     config.tie_word_embeddings = True

@@ -17,7 +17,7 @@ from tests.ranks.pool import on_ranks
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 @pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat"])
 @on_ranks(2)
-def test_generate_inside_of_summon_full_params_gives_the_tokens_of_one_process(rank, world, flat, kind):
+def test_generate_inside_of_summon_full_params_gives_the_tokens_of_one_process(flat, kind):
     torch.manual_seed(1)
     alone = transformers.AutoModelForCausalLM.from_config(config(kind)).eval()
     tokens = torch.randint(3, 90, (2, 5))

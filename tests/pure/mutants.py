@@ -35,7 +35,7 @@ import hypothesis
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.replaced import PACKAGE, function_of, module_of, replaced
+from tests.replaced import PACKAGE, Site, function_of, module_of, replaced
 
 ORDERS = frozenset({"orders", "numbers"})
 ALL = ORDERS | {"decisions", "returns"}
@@ -97,22 +97,10 @@ HELD = (
 )
 
 
-class Mutant(NamedTuple):
-    """A place in the source: which of its file's, in which function ("": of the module), and the change."""
-
-    file: str
-    number: int
-    function: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file} {self.function or '(module)'}: {self.text}"
-
-
-def mutants(files: Sequence[str] = ()) -> list[Mutant]:
+def mutants(files: Sequence[str] = ()) -> list[Site]:
     """All of them, of all files or of these, in the order of the source. Those of the same text in one
     function are numbered."""
-    found: list[Mutant] = []
+    found: list[Site] = []
     seen: dict[str, int] = defaultdict(int)
     for held in HELD:
         for file in held.files:
@@ -120,7 +108,7 @@ def mutants(files: Sequence[str] = ()) -> list[Mutant]:
                 continue
             tree = ast.parse((PACKAGE / file).read_text())
             for number, place in enumerate(_places(tree, held.kinds)):
-                mutant = Mutant(file, number, place.function, place.text)
+                mutant = Site(file, number, place.function, place.text)
                 seen[str(mutant)] += 1
                 times = seen[str(mutant)]
                 found.append(mutant._replace(text=f"{place.text} ({times})") if times > 1 else mutant)
@@ -128,7 +116,7 @@ def mutants(files: Sequence[str] = ()) -> list[Mutant]:
 
 
 @contextmanager
-def turned(mutant: Mutant) -> Iterator[None]:
+def turned(mutant: Site) -> Iterator[None]:
     """Inside of it this process runs the mutant."""
     [held] = [held for held in HELD if mutant.file in held.files]
     tree = ast.parse((PACKAGE / mutant.file).read_text())
@@ -307,7 +295,7 @@ class _Reached(NamedTuple):
 class Runner:
     """Has the place of pytest's loop over tests. found: by mutant the test that saw it; "" where none did."""
 
-    def __init__(self, held: Held, chosen: Sequence[Mutant], tell: Callable[[Mutant, str], None]) -> None:
+    def __init__(self, held: Held, chosen: Sequence[Site], tell: Callable[[Site, str], None]) -> None:
         self.held, self.chosen, self.tell = held, chosen, tell
 
     def pytest_configure(self) -> None:
@@ -359,7 +347,7 @@ class Runner:
         sys.setprofile(None)
         return [time.process_time(), sorted(found)] if passed else []
 
-    def _see(self, mutant: Mutant, limits_s: dict[int, float], items: Sequence[pytest.Item]) -> int:
+    def _see(self, mutant: Site, limits_s: dict[int, float], items: Sequence[pytest.Item]) -> int:
         with turned(mutant):
             for number, limit_s in limits_s.items():
                 signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)  # ends the process
@@ -419,7 +407,7 @@ def _end_if_idle(pid: int) -> None:
             return
 
 
-def run(chosen: Sequence[Mutant], tell: Callable[[Mutant, str], None]) -> None:
+def run(chosen: Sequence[Site], tell: Callable[[Site, str], None]) -> None:
     """Tell of each mutant which test has seen it ("": none). In this process, which must have no threads."""
     for held in HELD:
         own = [mutant for mutant in chosen if mutant.file in held.files]
@@ -441,7 +429,7 @@ def main() -> None:
     options = parser.parse_args()
     count = [0, 0]
 
-    def tell(mutant: Mutant, seen: str) -> None:
+    def tell(mutant: Site, seen: str) -> None:
         count[bool(seen)] += 1
         if options.json:
             print(json.dumps([str(mutant), seen]), flush=True)

@@ -126,16 +126,37 @@ def assert_same(sharded: nn.Module, reference: nn.Module, tolerance: float = 1e-
     assert worst[1] <= tolerance, f"{worst[0]} differs by {worst[1]:.3g}"
 
 
+def assert_same_grads(sharded: nn.Module, reference: nn.Module, tolerance: float = 1e-6) -> None:
+    """Every gradient equal to ``tolerance``, or None for both."""
+    for (name, param), other in zip(sharded.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            worst = (full(param.grad) - other.grad).abs().max()
+            assert worst <= tolerance, f"the gradient of {name} differs by {worst:.3g}"
+
+
+def both_backward(
+    sharded: nn.Module,
+    reference: nn.Module,
+    inputs: torch.Tensor,
+    rank: int,
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+    parts: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The backwards of this rank's inputs (of [world, ...]) and of the mean over all; both losses."""
+    ours = loss(sharded, inputs[rank]) / parts
+    ours.backward()
+    theirs = torch.stack([loss(reference, rows) for rows in inputs]).mean() / parts
+    theirs.backward()
+    return ours.detach(), theirs.detach()
+
+
 def train_beside(
     sharded: Run, reference: Run, rank: int, world: int, steps: int = 3, tolerance: float = 1e-6
 ) -> None:
     """``steps`` steps of both; the reference is one process that sees all ranks' batches. Asserts parity."""
     for step in range(steps):
-        tokens = batches(step, world)
-        loss = loss_of(sharded.model, tokens[rank])
-        loss.backward()
-        expected = torch.stack([loss_of(reference.model, rows) for rows in tokens]).mean()
-        expected.backward()
+        loss, expected = both_backward(sharded.model, reference.model, batches(step, world), rank)
         assert abs(mean_over_ranks(loss) - expected) <= tolerance
         sharded.step()
         reference.step()
@@ -168,8 +189,7 @@ def equal_steps(
     roots = [model] if isinstance(model, FSDPModule) else list(model.children())
     for step in range(steps):
         x = torch.randn(world, *shape, generator=torch.Generator().manual_seed(step))
-        forward(model, x[rank]).backward()
-        torch.stack([forward(reference, rows) for rows in x]).mean().backward()
+        both_backward(model, reference, x, rank, forward)
         assert all(stats(root).unsharded_nbytes == 0 for root in roots)
         ours.step()
         theirs.step()

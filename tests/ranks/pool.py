@@ -113,8 +113,8 @@ def run_ranks(
 
 
 def on_ranks(*worlds: int, **limits: float) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a test of ``fn(rank, world, ...)``, which each rank of a new process group calls (``run_ranks``).
-    What comes after ``rank`` and ``world`` are parameters and fixtures of the test.
+    """Makes a test of a function that each rank of a new process group calls (see ``run_ranks``). It is given
+    what it names: ``rank``, ``world``, and parameters and fixtures of the test.
 
     Args:
         worlds: numbers of ranks, a case of the test each; none: the test has a parameter ``world``.
@@ -122,13 +122,13 @@ def on_ranks(*worlds: int, **limits: float) -> Callable[[Callable[..., Any]], An
     """
 
     def made(fn: Callable[..., Any]) -> Any:
-        asked = list(inspect.signature(fn).parameters.values())[2:]
-        names = [each.name for each in asked if each.default is each.empty]
+        asked = [each for each in inspect.signature(fn).parameters.values() if each.default is each.empty]
+        names = [each.name for each in asked if each.name not in ("rank", "world")]
 
         def test(**given: Any) -> None:
             __tracebackhide__ = True
-            world = given.get("world", worlds[0] if worlds else 0)
-            run_ranks(world, _Body(fn.__module__, fn.__name__), *(given[name] for name in names), **limits)
+            world = given["world"] if "world" in given else worlds[0]
+            run_ranks(world, _Body(fn.__module__, fn.__name__), {n: given[n] for n in names}, **limits)
 
         functools.update_wrapper(test, fn).on_rank = fn  # type: ignore[attr-defined]
         names_of_test = names if len(worlds) == 1 else ["world", *names]
@@ -146,8 +146,10 @@ class _Body:
     module: str
     name: str
 
-    def __call__(self, *args: Any) -> Any:
-        return getattr(importlib.import_module(self.module), self.name).on_rank(*args)
+    def __call__(self, rank: int, world: int, given: dict[str, Any]) -> Any:
+        fn = getattr(importlib.import_module(self.module), self.name).on_rank
+        known = {"rank": rank, "world": world, **given}
+        return fn(**{name: known[name] for name in inspect.signature(fn).parameters if name in known})
 
 
 def as_torchrun(rank: int, world: int, port: int) -> None:

@@ -130,7 +130,7 @@ def clearing(model):
 
 @pytest.mark.parametrize("earlier", [False, True])
 @on_ranks(2)
-def test_what_is_cleared_between_microbatches_is_gone(rank, world, earlier):
+def test_what_is_cleared_between_microbatches_is_gone(earlier):
     """A microbatch without sync, after a step whose gradients were kept or not, is dropped."""
     for name in clearing(Model()):
         ours, whole = Model(), Model()
@@ -155,7 +155,7 @@ def test_what_is_cleared_between_microbatches_is_gone(rank, world, earlier):
 
 
 @on_ranks(2)
-def test_gradients_that_are_not_reduced_yet_are_neither_read_nor_stepped_with(rank, world):
+def test_gradients_that_are_not_reduced_yet_are_neither_read_nor_stepped_with(rank):
     model = fully_shard(Model())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.set_requires_gradient_sync(False)
@@ -180,7 +180,7 @@ def test_gradients_that_are_not_reduced_yet_are_neither_read_nor_stepped_with(ra
 
 
 @on_ranks(2)
-def test_what_a_failed_backward_has_lost_of_earlier_microbatches_is_told(rank, world):
+def test_what_a_failed_backward_has_lost_of_earlier_microbatches_is_told(rank):
     """A last backward that fails after it had begun to reduce what earlier microbatches brought."""
     model = fully_shard(nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Tanh(), fully_shard(nn.Linear(8, 8))))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

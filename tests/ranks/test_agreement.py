@@ -146,7 +146,7 @@ def test_ranks_of_a_two_dimensional_mesh_go_together():
 
 
 @on_ranks(2)
-def test_a_rank_whose_data_fail_or_are_missing_ends_all_ranks_at_once(rank, world):
+def test_a_rank_whose_data_fail_or_are_missing_ends_all_ranks_at_once(rank):
     def failing():
         yield 1
         if rank == 1:

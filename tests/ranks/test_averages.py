@@ -41,7 +41,7 @@ def copied(mean, model):
 @pytest.mark.each_case
 @pytest.mark.parametrize("reshard", [None, True, False])
 @on_ranks(2)
-def test_averages_are_those_of_one_process_whatever_ran_before(rank, world, reshard):
+def test_averages_are_those_of_one_process_whatever_ran_before(reshard):
     """Each way to update, after each of what may come before it: none, an evaluation of one or both."""
     x = torch.linspace(-1, 1, 12).view(2, 6)
     for update, *runs in product((average, average_data, copied), (False, True), (False, True)):
@@ -66,7 +66,7 @@ def test_averages_are_those_of_one_process_whatever_ran_before(rank, world, resh
 
 
 @on_ranks(2)
-def test_torchs_averaged_model_may_be_sharded(rank, world):
+def test_torchs_averaged_model_may_be_sharded():
     plain = model_of("plain")
     mean = torch.optim.swa_utils.AveragedModel(plain)
     model = fully_shard(copy.deepcopy(plain))
@@ -84,7 +84,7 @@ def test_torchs_averaged_model_may_be_sharded(rank, world):
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("way", ["before the forward", "in a backward of its own"])
 @on_ranks(2)
-def test_a_penalty_on_weights_outside_of_the_forward_is_that_of_one_process(rank, world, way, reshard):
+def test_a_penalty_on_weights_outside_of_the_forward_is_that_of_one_process(way, reshard):
     """Two steps of a loss and a penalty on all weights, beside one process."""
 
     def penalty(model):

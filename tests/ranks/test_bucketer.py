@@ -89,7 +89,7 @@ def test_sums_of_any_shape_and_dtype_are_alike_over_every_transport(world):  # R
 
 
 @on_ranks(WORLD)
-def test_what_goes_at_once_what_waits_and_in_which_order_callbacks_run(rank, world):  # R2 to R10, R16
+def test_what_goes_at_once_what_waits_and_in_which_order_callbacks_run(world):  # R2 to R10, R16
     calls = Calls()
     said = []
     bucketer = ReduceScatterBucketer(1)
@@ -209,7 +209,7 @@ def test_equal_groups_share_a_bucket_and_other_ranks_or_dtypes_do_not(rank, worl
 
 
 @on_ranks(WORLD)
-def test_ragged_and_wrong_inputs_are_refused_on_every_path_with_their_sizes(rank, world):  # R13 R14 D3
+def test_ragged_and_wrong_inputs_are_refused_on_every_path_with_their_sizes():  # R13 R14 D3
     for cap in (1, 0):  # R13 R14 D3: alike on the path of small and of large inputs
         bucketer = ReduceScatterBucketer(cap)
         with pytest.raises(InputError, match=r"received 3 inputs, expected group.size\(\) \(2\)"):
@@ -251,7 +251,7 @@ def test_a_large_input_is_on_its_way_while_the_caller_goes_on():  # D2
 
 
 @on_ranks(WORLD)
-def test_large_inputs_and_part_filled_buckets_are_sent_from_where_they_lie(rank, world):  # D7
+def test_large_inputs_and_part_filled_buckets_are_sent_from_where_they_lie(world):  # D7
     bucketer = ReduceScatterBucketer(0)
     calls = Calls()
     whole = torch.arange(8.0)
@@ -284,7 +284,7 @@ def test_each_rank_sends_every_other_rank_its_part_once():
 
 
 @on_ranks(WORLD)
-def test_a_callback_that_raises_or_adds_more_loses_nothing(rank, world):
+def test_a_callback_that_raises_or_adds_more_loses_nothing(world):
     bucketer = ReduceScatterBucketer(1)
     said = []
 
@@ -334,7 +334,7 @@ def test_ranks_that_add_different_sizes_or_dtypes_are_told_so_on_every_transport
 
 
 @on_ranks(WORLD)
-def test_callbacks_run_without_gradients_so_that_they_may_step_a_parameter(rank, world):  # R23
+def test_callbacks_run_without_gradients_so_that_they_may_step_a_parameter(world):  # R23
     weight = torch.nn.Parameter(torch.ones(3))
     enabled = []
 
@@ -376,7 +376,7 @@ def test_a_group_of_some_of_the_ranks_sums_over_these(transport):  # R13
 
 
 @on_ranks(WORLD)
-def test_the_cap_is_25_mib_and_zero_or_less_buckets_nothing(rank, world):  # R4 R10
+def test_the_cap_is_25_mib_and_zero_or_less_buckets_nothing(world):  # R4 R10
     assert ReduceScatterBucketer().bucket_cap_mb == 25
     assert ReduceScatterBucketer().shard_numel(torch.float32, world) == 25 * 2**20 // 4 // world
     for cap in (-1, -0.5, 0):
@@ -394,7 +394,7 @@ def test_the_cap_is_25_mib_and_zero_or_less_buckets_nothing(rank, world):  # R4 
 
 
 @on_ranks(WORLD)
-def test_making_room_issues_that_bucket_and_no_other(rank, world):  # R8
+def test_making_room_issues_that_bucket_and_no_other(world):  # R8
     calls = Calls()
     bucketer = ReduceScatterBucketer(1)
     kept = bucketer.reduce_scatter_async(ones(world, 4, torch.float64))

@@ -46,7 +46,7 @@ def test_words_of_many_ranks_travel_as_many_hops_as_doubling_takes(world, hops):
 
 
 @on_ranks(4)
-def test_the_ranks_of_two_axes_learn_what_every_one_of_them_said(rank, world):
+def test_the_ranks_of_two_axes_learn_what_every_one_of_them_said(rank):
     axis = resolve(init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
     channel = JointChannel([AxisChannel(comm) for comm in (axis.comm, axis.replicate)])
     assert channel.exchange([1 << rank]) == [0b1111]
@@ -54,7 +54,7 @@ def test_the_ranks_of_two_axes_learn_what_every_one_of_them_said(rank, world):
 
 
 @on_ranks(4)
-def test_each_kind_of_answer_is_told_once(rank, world):
+def test_each_kind_of_answer_is_told_once(rank):
     axis = resolve(None)
     channel = AxisChannel(axis.comm)
     assert broadcast(channel, 7, b"the same words") == {7: b"the same words"}

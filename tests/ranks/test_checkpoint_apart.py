@@ -134,7 +134,7 @@ def equal(a, b):
     ids=["one", "rows", "columns", "uneven_and_empty"],
 )
 @on_ranks()
-def test_state_of_a_subclass_comes_back_to_the_bit(rank, world, tmp_path, shapes, kind, dim, saves):
+def test_state_of_a_subclass_comes_back_to_the_bit(rank, tmp_path, shapes, kind, dim, saves):
     path = str(tmp_path)
     model = build(shapes, 1, dim)
     optimizer = Lossy(model.parameters(), kind)
@@ -226,7 +226,7 @@ def test_state_that_would_not_be_exact_is_refused_by_name_and_nothing_is_changed
 
 
 @on_ranks(3)
-def test_what_cannot_be_saved_is_refused_by_name(rank, world, tmp_path):
+def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
     path = str(tmp_path)
 
     def message(model, optimizer=None, **options):

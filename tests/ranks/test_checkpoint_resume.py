@@ -168,7 +168,7 @@ def test_optimizers_that_need_plain_parameters_resume_bit_equal(tmp_path: Path) 
 
 
 @on_ranks(2)
-def test_a_model_on_the_meta_device_gets_its_shards_and_trains(rank: int, world: int, tmp_path):
+def test_a_model_on_the_meta_device_gets_its_shards_and_trains(tmp_path):
     path = str(tmp_path)
     torch.manual_seed(1)
     model, optimizer, scheduler = start()
@@ -191,7 +191,7 @@ def test_a_model_on_the_meta_device_gets_its_shards_and_trains(rank: int, world:
 
 
 @on_ranks(2)
-def test_the_weights_in_use_after_a_load_are_the_loaded_ones(rank: int, world: int, tmp_path):
+def test_the_weights_in_use_after_a_load_are_the_loaded_ones(tmp_path):
     path = str(tmp_path)
     torch.manual_seed(1)
     model, other = sharded(Net()).eval(), sharded(Net()).eval()
@@ -203,7 +203,7 @@ def test_the_weights_in_use_after_a_load_are_the_loaded_ones(rank: int, world: i
 
 
 @on_ranks(2)
-def test_another_precision_is_converted_and_said(rank: int, world: int, tmp_path):
+def test_another_precision_is_converted_and_said(tmp_path):
     path = str(tmp_path)
     model = sharded(Net())
     save(path, model=model, step=0)
@@ -343,7 +343,7 @@ class Average:
 
 
 @on_ranks(2)
-def test_sharded_extra_state_comes_back_sharded(rank: int, world: int, tmp_path):
+def test_sharded_extra_state_comes_back_sharded(tmp_path):
     path = str(tmp_path)
     torch.manual_seed(1)
     model = sharded(Net())

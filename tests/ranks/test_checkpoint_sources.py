@@ -219,7 +219,7 @@ def test_our_models_go_through_torch_dcp_at_other_world_sizes(tmp_path: Path, wr
 
 
 @on_ranks(2)
-def test_torch_state_dict_functions_work_on_our_models(rank: int, world: int):
+def test_torch_state_dict_functions_work_on_our_models(rank: int):
     model, other = sharded(1), sharded(100)
     set_model_state_dict(other, get_model_state_dict(model))
     assert_is_net(whole(other), 1)

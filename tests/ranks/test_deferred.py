@@ -271,7 +271,7 @@ def test_the_first_block_is_two_groups_of_which_one_is_moved_beside_the_others_c
 
 
 @on_ranks(2)
-def test_a_first_block_that_something_was_asked_of_stays_one_group(rank, world):
+def test_a_first_block_that_something_was_asked_of_stays_one_group():
     torch.manual_seed(5)
     reference = deep()
     model = copy.deepcopy(reference)

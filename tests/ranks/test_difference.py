@@ -309,7 +309,7 @@ def test_copies_are_kept_within_a_budget_named_by_explain_and_freed_when_they_ar
 
 
 @on_ranks(1)
-def test_without_the_coder_it_is_refused_with_the_line_that_installs_it(rank, world):
+def test_without_the_coder_it_is_refused_with_the_line_that_installs_it():
     sys.modules["zstandard"] = None  # as if it weren't installed
     for wire in ("difference", "auto"):
         with pytest.raises(MissingExtra, match=r"needs zstandard, .*pip install 'shardwright\[wire\]'"):

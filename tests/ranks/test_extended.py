@@ -193,7 +193,7 @@ def test_rows_that_need_no_padding_are_gathered_in_half_the_bytes():
 
 
 @on_ranks(2)
-def test_weights_that_a_load_is_to_fill_are_sharded_without_a_method_that_takes_four_arguments(rank, world):
+def test_weights_that_a_load_is_to_fill_are_sharded_without_a_method_that_takes_four_arguments(rank):
     model = build(TakesTwo)
     with torch.no_grad():
         model[0].weight.data_[0, 0] = torch.nan  # as memory that a load is to fill may be
@@ -203,7 +203,7 @@ def test_weights_that_a_load_is_to_fill_are_sharded_without_a_method_that_takes_
 
 
 @on_ranks(1)
-def test_extensions_that_are_not_as_torch_takes_them_are_refused(rank, world):
+def test_extensions_that_are_not_as_torch_takes_them_are_refused():
     class Half(Bf16Gathered):
         fsdp_post_all_gather = property()
 
@@ -304,7 +304,7 @@ def test_what_is_gathered_by_its_class_alone_says_why_it_is_not_resharded_to_a_s
 
 
 @on_ranks(2)
-def test_each_output_of_a_gather_has_a_storage_of_its_own(rank, world):
+def test_each_output_of_a_gather_has_a_storage_of_its_own():
     model = shard(build(SeesStorages), fully_shard)
     for _ in range(2):
         model(torch.randn(2, WIDTH)).sum().backward()

@@ -92,7 +92,7 @@ def test_muon_over_shards_says_that_it_is_not_exact_and_is_near():
 @pytest.mark.each_case
 @pytest.mark.parametrize("first", [True, False])
 @on_ranks(2)
-def test_torchs_optimizer_in_the_backward_is_refused_with_ours_named(rank, world, first):
+def test_torchs_optimizer_in_the_backward_is_refused_with_ours_named(first):
     model = build()
     params = list(model.parameters())
     if first:

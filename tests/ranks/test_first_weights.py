@@ -92,7 +92,7 @@ def test_equal_weights_are_equal():
 
 
 @on_ranks(2)
-def test_weights_that_only_rank_0_has_loaded_are_told(rank, world):
+def test_weights_that_only_rank_0_has_loaded_are_told(rank):
     """nanoGPT's and others': rank 0 alone reads the pretrained weights, as under DistributedDataParallel."""
     torch.manual_seed(0)
     model = nn.Linear(400, 400)
@@ -104,7 +104,7 @@ def test_weights_that_only_rank_0_has_loaded_are_told(rank, world):
 
 
 @on_ranks(2)
-def test_what_was_on_the_meta_device_is_not_compared(rank, world):
+def test_what_was_on_the_meta_device_is_not_compared(rank):
     with torch.device("meta"):
         model = nn.Linear(8, 8)
     fully_shard(model).to_empty(device="cpu")
@@ -137,7 +137,7 @@ def test_statistics_that_differ_at_an_evaluation_are_told_once(kind, times):
 
 
 @on_ranks(2)
-def test_buffers_that_differ_from_the_begin_are_told(rank, world):
+def test_buffers_that_differ_from_the_begin_are_told(rank):
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight)
     nn.init.ones_(model.bias)
@@ -174,7 +174,7 @@ PAIRS = {  # of rank 0 and of the others; what is named
 @pytest.mark.each_case
 @pytest.mark.parametrize("kind", PAIRS)
 @on_ranks(2)
-def test_states_that_can_not_be_sent_are_named_before_any_is(rank, world, kind):
+def test_states_that_can_not_be_sent_are_named_before_any_is(rank, kind):
     of_first, of_others, named = PAIRS[kind]
     for wraps in (Given(nn.Linear(4, 4), (of_first if rank == 0 else of_others)()),):
         with pytest.raises(Diverged, match=f"ranks 0 and 1 of the mesh:\n  rank 0: {named}") as error:
@@ -184,14 +184,14 @@ def test_states_that_can_not_be_sent_are_named_before_any_is(rank, world, kind):
 
 
 @on_ranks(2)
-def test_states_that_rank_0_has_sent_are_equal(rank, world):
+def test_states_that_rank_0_has_sent_are_equal(rank):
     torch.manual_seed(rank)
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_module_states=True)
     model(torch.ones(3, 4)).sum().backward()
 
 
 @on_ranks(2)
-def test_a_parameter_may_have_any_name(rank, world):
+def test_a_parameter_may_have_any_name(rank):
     """A name that the comparison's own words might be taken for."""
     model = nn.Module()
     model.values = nn.Parameter(torch.ones(8, 3 + rank))

@@ -106,7 +106,7 @@ def test_an_error_at_any_action_or_sync_leaves_the_next_step_clean_on_all_ranks(
 
 @pytest.mark.parametrize("agreement", ["strict", "off"])
 @on_ranks(2)
-def test_what_the_follower_derives_of_its_actions_is_what_is_so(rank, world, agreement):
+def test_what_the_follower_derives_of_its_actions_is_what_is_so(rank, agreement):
     model, checked = built(agreement, keep_last=2), []
     at = Runtime.at
 
@@ -130,7 +130,7 @@ def test_what_the_follower_derives_of_its_actions_is_what_is_so(rank, world, agr
 
 
 @on_ranks(2)
-def test_what_runs_inside_of_an_action_may_unshard_and_rest_but_not_run_the_model(rank, world):
+def test_what_runs_inside_of_an_action_may_unshard_and_rest_but_not_run_the_model(rank):
     model = built()
     trained(model, rank, 0)
     done = []
@@ -150,7 +150,7 @@ def test_what_runs_inside_of_an_action_may_unshard_and_rest_but_not_run_the_mode
 
 
 @on_ranks(1)
-def test_an_event_from_another_thread_waits_for_the_action_to_end(rank, world):
+def test_an_event_from_another_thread_waits_for_the_action_to_end(rank):
     model = built("off")
     trained(model, rank, 0)
     runtime = unit_of(model).runtime
@@ -266,7 +266,7 @@ def trained_sequential(model):
 
 
 @on_ranks(2)
-def test_a_forward_that_ctrl_c_has_ended_is_followed_by_a_clean_one(rank, world):
+def test_a_forward_that_ctrl_c_has_ended_is_followed_by_a_clean_one():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Interrupted(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     for layer in model:

@@ -143,7 +143,7 @@ class Table(nn.Module):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", [kind for kind in VIEWS if kind != "in an object"])
 @on_ranks(2)
-def test_a_forward_may_give_views_of_its_weights(rank, world, kind, reshard):
+def test_a_forward_may_give_views_of_its_weights(kind, reshard):
     whole = Table(kind)
     ours = nn.Sequential(Table(kind))
     fully_shard(ours[0], reshard_after_forward=reshard)
@@ -161,7 +161,7 @@ def test_a_forward_may_give_views_of_its_weights(rank, world, kind, reshard):
 
 
 @on_ranks(2)
-def test_a_view_of_a_weight_in_an_object_is_refused_by_name(rank, world):
+def test_a_view_of_a_weight_in_an_object_is_refused_by_name():
     table = fully_shard(Table("in an object"))
     with pytest.raises(StageError, match=r"'Table' gives a view of one of its parameters in an object"):
         table()
@@ -204,7 +204,7 @@ NORMS = {
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", NORMS)
 @on_ranks(2)
-def test_norms_with_running_statistics_train_under_mixed_precision(rank, world, kind, flat):
+def test_norms_with_running_statistics_train_under_mixed_precision(kind, flat):
     make, shape = NORMS[kind]
     torch.manual_seed(0)
     half = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)

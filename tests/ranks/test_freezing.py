@@ -61,7 +61,7 @@ def test_what_was_frozen_for_a_step_trains_in_the_next(rank, world):
 
 
 @on_ranks(2, limit_s=30.0)
-def test_frozen_between_a_forward_and_its_backward(rank, world):
+def test_frozen_between_a_forward_and_its_backward():
     """Frozen after the forward: as in one process, the backward brings those parameters no gradient."""
     model, reference = built(reshard_after_forward=False)
     x = torch.ones(4, WIDTH)
@@ -81,7 +81,7 @@ def test_frozen_between_a_forward_and_its_backward(rank, world):
 
 
 @on_ranks(2, limit_s=30.0)
-def test_no_rank_asks_for_ever(rank, world):
+def test_no_rank_asks_for_ever():
     """If asking did not help, it would be for ever: an error says so."""
     model, _ = built()
     unit_of(model[0]).runtime.executor.do[ActionKind.REDUCE] = lambda action: None  # the gradients stay

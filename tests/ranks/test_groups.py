@@ -14,7 +14,17 @@ from shardwright.engine.unit import is_sharded, unit_of, units_in
 from shardwright.errors import StageError
 from shardwright.schedule.check import check
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
-from tests.ranks.models import Block, Run, assert_same, batches, build, full, loss_of, shard_decoder
+from tests.ranks.models import (
+    Run,
+    assert_same,
+    assert_same_grads,
+    batches,
+    both_backward,
+    build,
+    full,
+    loss_of,
+    shard_decoder,
+)
 from tests.ranks.pool import on_ranks, run_ranks
 
 
@@ -77,7 +87,7 @@ def test_the_root_owns_what_nested_calls_have_left_and_is_resharded_at_the_end_o
 
 
 @on_ranks(2)
-def test_the_autograd_graph_keeps_no_resharded_weight_alive(rank, world):
+def test_the_autograd_graph_keeps_no_resharded_weight_alive():
     """Every tensor that autograd saved from a resharded group lies in a storage of zero bytes, and can't be
     read: its version isn't the one that was saved."""
     block = fully_shard(
@@ -103,7 +113,7 @@ def test_the_autograd_graph_keeps_no_resharded_weight_alive(rank, world):
 
 
 @on_ranks(2)
-def test_the_original_parameter_is_freed(rank, world):
+def test_the_original_parameter_is_freed():
     layer = nn.Linear(64, 64)
     original = weakref.ref(layer.weight)
     fully_shard(layer)
@@ -113,7 +123,7 @@ def test_the_original_parameter_is_freed(rank, world):
 
 
 @on_ranks(1, 2, 3, 4)
-def test_a_step_sends_the_optimal_number_of_bytes(rank, world):
+def test_a_step_sends_the_optimal_number_of_bytes(world):
     set_transport("sockets")
     model = nn.Sequential(*[nn.Sequential(nn.Linear(48, 96, bias=False)) for _ in range(2)])
     model[1] = nn.Sequential(nn.Linear(96, 48, bias=False))
@@ -154,89 +164,6 @@ def test_the_schedule_is_planned_followed_and_the_same_on_all_ranks():
     assert len(set(run_ranks(3, schedule_is_followed))) == 1
 
 
-class Branching(nn.Module):
-    """Calls one block twice, another only at even steps, and returns a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.sometimes = Block(), Block()
-        self.step = 0
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.shared(x)
-        if self.step % 2 == 0:
-            x = self.sometimes(x)
-        self.step += 1
-        return {"out": self.shared(x)}
-
-
-@on_ranks(1, 2, 3)
-def test_modules_called_twice_or_only_sometimes_are_exact(rank, world):
-    torch.manual_seed(0)
-    reference = Branching()
-    torch.manual_seed(0)
-    model = Branching()
-    fully_shard(model.shared)
-    fully_shard(model.sometimes)
-    fully_shard(model)
-    ours, theirs = Run.of(model), Run.of(reference)
-    for step in range(4):
-        x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(step))
-        reference.step = model.step = step
-        model(x[rank])["out"].square().mean().backward()
-        losses = []
-        for rows in x:
-            reference.step = step
-            losses.append(reference(rows)["out"].square().mean())
-        torch.stack(losses).mean().backward()
-        unused = model.sometimes.up.weight.grad is None
-        assert unused == (step % 2 == 1)
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
-        assert held_nbytes(model) == 0
-
-
-class Adapter(nn.Module):
-    """A frozen weight beside trainable ones in one group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(13, 13)
-        self.base.requires_grad_(False)
-        self.down = nn.Linear(13, 3, bias=False)
-        self.up = nn.Linear(3, 13, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-@on_ranks(1, 2, 3)
-def test_frozen_and_trainable_parameters_share_a_group_and_may_change_places(rank, world):
-    torch.manual_seed(0)
-    reference = nn.Sequential(*[Adapter() for _ in range(3)])
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Adapter() for _ in range(3)])
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    for step in range(4):
-        if step == 2:  # unfrozen after two steps, and one that trained is frozen
-            for m in (model, reference):
-                m[1].base.requires_grad_(True)
-                m[2].up.requires_grad_(False)
-        x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(step))
-        model(x[rank]).square().mean().backward()
-        torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
-        for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (param.grad is None) == (other.grad is None), name
-            if param.grad is not None:
-                assert (full(param.grad) - other.grad).abs().max() <= 1e-6, name
-        for m in (model, reference):
-            m.zero_grad()
-        assert held_nbytes(model) == 0
-
-
 @on_ranks(2)
 def test_a_list_of_modules_is_one_group_and_the_root_may_own_nothing(rank, world):
     model, reference = build(), build()
@@ -251,8 +178,7 @@ def test_a_list_of_modules_is_one_group_and_the_root_may_own_nothing(rank, world
     ours, theirs = Run.of(model), Run.of(reference)
     for step in range(3):
         tokens = batches(step, world)
-        loss_of(model, tokens[rank]).backward()
-        torch.stack([loss_of(reference, rows) for rows in tokens]).mean().backward()
+        both_backward(model, reference, tokens, rank)
         ours.step()
         theirs.step()
         assert_same(model, reference)
@@ -265,7 +191,7 @@ def test_a_list_of_modules_is_one_group_and_the_root_may_own_nothing(rank, world
 
 
 @on_ranks(2)
-def test_a_parameter_shared_inside_a_group_is_sharded_once_and_stays_shared(rank, world):
+def test_a_parameter_shared_inside_a_group_is_sharded_once_and_stays_shared():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     model[2].weight = model[0].weight
@@ -279,7 +205,7 @@ def test_a_parameter_shared_inside_a_group_is_sharded_once_and_stays_shared(rank
 
 
 @on_ranks(2)
-def test_a_weight_changed_between_two_forwards_is_seen(rank, world):
+def test_a_weight_changed_between_two_forwards_is_seen():
     """A forward without a backward leaves the root unsharded; what changes then must still be seen."""
     model = fully_shard(nn.Linear(4, 4, bias=False))
     x = torch.ones(1, 4)
@@ -308,10 +234,8 @@ def test_after_an_exception_on_all_ranks_the_next_step_is_clean(rank, world):
             loss_of(model, tokens[rank]).backward()
         handle.remove()
         model.zero_grad()
-    loss_of(model, tokens[rank]).backward()
-    torch.stack([loss_of(reference, rows) for rows in tokens]).mean().backward()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (full(param.grad) - other.grad).abs().max() <= 1e-6
+    both_backward(model, reference, tokens, rank)
+    assert_same_grads(model, reference)
     assert held_nbytes(model) == 0
 
 
@@ -324,7 +248,7 @@ def by_hand(run):
 @pytest.mark.each_case
 @pytest.mark.parametrize("step", [Run.step, by_hand])
 @on_ranks(2)
-def test_what_was_gathered_for_a_forward_that_failed_is_not_used_after_a_step(rank, world, step):
+def test_what_was_gathered_for_a_forward_that_failed_is_not_used_after_a_step(step):
     """Of two microbatches the second fails, with gathers in flight, and the first is stepped with."""
     model = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(4)))
     run, x = Run.of(fully_shard(model)), torch.ones(1, 4)
@@ -343,21 +267,6 @@ def test_what_was_gathered_for_a_forward_that_failed_is_not_used_after_a_step(ra
 
 
 @on_ranks(2)
-def test_a_module_may_change_its_input_in_place(rank, world):
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
-    fully_shard(model[1])
-    fully_shard(model)
-    x = torch.ones(3, 4)
-    model(x).sum().backward()
-    reference(x).sum().backward()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (full(param.grad) - other.grad).abs().max() <= 1e-6
-
-
-@on_ranks(2)
 def test_a_model_may_be_cast_between_steps(rank, world):
     model = shard_decoder(build(), fully_shard)
     parameters = list(model.parameters())
@@ -369,12 +278,11 @@ def test_a_model_may_be_cast_between_steps(rank, world):
     assert all(p.grad.dtype == torch.float64 for p in model.parameters())
     reference = build().double()
     torch.stack([loss_of(reference, rows) for rows in batches(0, world)]).mean().backward()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (full(param.grad) - other.grad).abs().max() <= 1e-6
+    assert_same_grads(model, reference)
 
 
 @on_ranks(1, 2, 3)
-def test_a_group_may_hold_any_mix_of_dtypes_and_sizes(rank, world):
+def test_a_group_may_hold_any_mix_of_dtypes_and_sizes():
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(5, 5), "b": nn.Linear(5, 5).double()})
 
@@ -409,7 +317,7 @@ def test_parameters_assigned_by_load_state_dict_are_taken_over(rank, world):
 
 
 @on_ranks(2)
-def test_a_bf16_gradient_travels_as_bf16_and_is_summed_as_fp32(rank, world):
+def test_a_bf16_gradient_travels_as_bf16_and_is_summed_as_fp32():
     set_transport("sockets")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = fully_shard(nn.Linear(64, 64, bias=False), mp_policy=policy, reshard_after_forward=False)

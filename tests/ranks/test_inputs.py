@@ -25,7 +25,7 @@ from tests.ranks.pool import on_ranks, run_ranks
 
 
 @on_ranks(2)
-def test_each_bad_argument_is_refused_with_the_remedy(rank, world):
+def test_each_bad_argument_is_refused_with_the_remedy(world):
     sharded = fully_shard(nn.Linear(4, 4))
     mesh = init_device_mesh("cpu", (world,))
     nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
@@ -67,7 +67,7 @@ def test_each_bad_argument_is_refused_with_the_remedy(rank, world):
 
 
 @on_ranks(2)
-def test_a_mesh_without_this_rank_is_refused(rank, world):
+def test_a_mesh_without_this_rank_is_refused(rank):
     if rank == 1:
         mesh = dist.device_mesh.DeviceMesh("cpu", [0])
         model = nn.Linear(2, 2)
@@ -94,7 +94,7 @@ def test_an_optimizer_built_before_sharding_is_refused_at_its_first_step(rank, w
 
 
 @on_ranks(2)
-def test_a_forward_on_meta_is_refused_and_works_after_init(rank, world):
+def test_a_forward_on_meta_is_refused_and_works_after_init():
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     fully_shard(model)
@@ -107,7 +107,7 @@ def test_a_forward_on_meta_is_refused_and_works_after_init(rank, world):
 
 
 @on_ranks(2)
-def test_a_parameter_replaced_by_a_plain_one_is_named(rank, world):
+def test_a_parameter_replaced_by_a_plain_one_is_named():
     model = fully_shard(nn.Linear(4, 4))
     model._parameters["weight"] = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(
@@ -117,7 +117,7 @@ def test_a_parameter_replaced_by_a_plain_one_is_named(rank, world):
 
 
 @on_ranks(2)
-def test_measuring_communication_inside_a_forward_is_refused(rank, world):
+def test_measuring_communication_inside_a_forward_is_refused():
     class Asks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -168,7 +168,7 @@ def test_measuring_communication_launches_the_steps_collectives_and_changes_noth
 
 
 @on_ranks(2)
-def test_measuring_communication_over_a_network_sends_all_bytes_of_a_step(rank, world):
+def test_measuring_communication_over_a_network_sends_all_bytes_of_a_step():
     set_transport("sockets")
     model = fully_shard(nn.Linear(512, 512, bias=False))
     sent = [stats(model).sent_nbytes]

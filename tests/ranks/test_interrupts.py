@@ -220,7 +220,7 @@ def test_a_rank_that_goes_on_after_ctrl_c_and_the_others_are_told_at_once(transp
     ],
 )
 @on_ranks(2, limit_s=15.0)
-def test_ranks_that_were_all_interrupted_at_one_place_go_on_together(rank, world, transport, owner, name):
+def test_ranks_that_were_all_interrupted_at_one_place_go_on_together(transport, owner, name):
     set_transport(transport)
     model = built("float32")
     for _ in range(2):
@@ -237,7 +237,7 @@ def test_ranks_that_were_all_interrupted_at_one_place_go_on_together(rank, world
 
 
 @on_ranks(2, limit_s=15.0)
-def test_ranks_that_were_interrupted_before_they_read_wait_for_each_other_no_more(rank, world):
+def test_ranks_that_were_interrupted_before_they_read_wait_for_each_other_no_more(rank):
     comm = comm_over("auto")
     segment = Segment(torch.ones(2), equal_spans(1, 2))
     with pytest.MonkeyPatch.context() as patch:

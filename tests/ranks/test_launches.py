@@ -125,7 +125,7 @@ def test_looking_whether_a_peer_is_gone_keeps_one_message_and_none_of_a_group_th
 
 
 @on_ranks(1)
-def test_memory_of_a_gather_that_failed_does_not_count_as_filled(rank, world):
+def test_memory_of_a_gather_that_failed_does_not_count_as_filled(world):
     set_transport("collectives")
     model = fully_shard(nn.Linear(4, 4), mesh=fresh_mesh(world))
     comm, device, places = unit_of(model).group.gatherer.comm, Device(), []

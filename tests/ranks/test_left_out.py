@@ -54,7 +54,7 @@ def warned(call):
 
 
 @on_ranks(1)
-def test_another_reference_to_a_weight_is_named_when_it_is_sharded(rank, world):
+def test_another_reference_to_a_weight_is_named_when_it_is_sharded():
     for way, keep in (WAYS | ALLOWED).items():
         model = nn.Sequential(Layer(keep))
         told = [
@@ -95,7 +95,7 @@ def test_parameters_that_are_put_in_after_sharding_are_named_once(late):
 
 
 @on_ranks(2)
-def test_what_stays_unsharded_after_a_backward_is_clipped(rank, world):
+def test_what_stays_unsharded_after_a_backward_is_clipped():
     """Clipping by ``model.parameters()`` finds the gradients of what stays unsharded after a backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

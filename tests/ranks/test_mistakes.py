@@ -59,7 +59,7 @@ INSIDE = {
 
 
 @on_ranks(2)
-def test_other_data_parallelism_inside_of_ours_is_refused_and_both_are_named(rank, world):
+def test_other_data_parallelism_inside_of_ours_is_refused_and_both_are_named():
     for name, inside in INSIDE.items():
         for sharding, shard in SHARDINGS.items():
             model = small()
@@ -80,7 +80,7 @@ def test_other_data_parallelism_inside_of_ours_is_refused_and_both_are_named(ran
 
 
 @on_ranks(2)
-def test_torchs_data_parallelism_around_ours_is_refused_and_both_are_named(rank, world):
+def test_torchs_data_parallelism_around_ours_is_refused_and_both_are_named():
     named = r"torch's fully_shard.* shardwright.fully_shard has sharded.* instead"
     for shard in (lambda model: fully_shard(model[0]), fully_shard):
         model = small()
@@ -98,7 +98,7 @@ def test_torchs_data_parallelism_around_ours_is_refused_and_both_are_named(rank,
 
 
 @on_ranks(2)
-def test_a_module_without_a_parameter_anywhere_is_told_of_and_a_root_around_sharded_ones_is_not(rank, world):
+def test_a_module_without_a_parameter_anywhere_is_told_of_and_a_root_around_sharded_ones_is_not():
     with pytest.warns(UserWarning, match=r"ReLU has no parameter.*nothing was sharded"):
         fully_shard(nn.ReLU())
     with pytest.warns(UserWarning, match=r"Flatten has no parameter.*nothing was sharded"):
@@ -112,7 +112,7 @@ def test_a_module_without_a_parameter_anywhere_is_told_of_and_a_root_around_shar
 
 
 @on_ranks(2)
-def test_a_dtensor_on_a_mesh_without_names_is_refused_by_its_name(rank, world):
+def test_a_dtensor_on_a_mesh_without_names_is_refused_by_its_name(world):
     mesh = torch.distributed.init_device_mesh("cpu", (world,))
     model = nn.Linear(4, 4)
     torch.distributed.tensor.parallel.parallelize_module(
@@ -172,12 +172,12 @@ def test_pickling_what_is_sharded_is_refused_but_for_files_of_each_rank_on_purpo
 
 
 @on_ranks(1)
-def test_a_world_of_one_holds_all_and_may_be_pickled(rank, world):
+def test_a_world_of_one_holds_all_and_may_be_pickled():
     pickle.loads(pickle.dumps(fully_shard(small()).state_dict()))
 
 
 @on_ranks(2)
-def test_copies_and_checkpoints_of_what_is_sharded_still_work(rank, world, tmp_path):
+def test_copies_and_checkpoints_of_what_is_sharded_still_work(tmp_path):
     folder = str(tmp_path)
     model = fully_shard(small())
     optimizer, state = trained(model), model.state_dict()
@@ -227,9 +227,7 @@ def test_what_a_process_of_torchs_saves_in_the_background_reaches_it(tmp_path):
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
 @pytest.mark.each_case
 @on_ranks(2)
-def test_the_wrappers_sharded_and_local_states_are_files_of_each_rank_on_purpose(
-    rank, world, tmp_path, flat, kind
-):
+def test_the_wrappers_sharded_and_local_states_are_files_of_each_rank_on_purpose(rank, tmp_path, flat, kind):
     folder = str(tmp_path)
 
     def build():
@@ -297,7 +295,7 @@ def test_a_script_that_computes_with_a_weight_at_rest_is_told_the_remedy():
 @pytest.mark.each_case
 @pytest.mark.parametrize(("world", "ignored"), [(1, False), (2, False), (2, True)])
 @on_ranks()
-def test_an_optimizer_of_parameters_that_nobody_averages_says_so_once(rank, world, ignored):
+def test_an_optimizer_of_parameters_that_nobody_averages_says_so_once(world, ignored):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[1])
     if ignored:
@@ -314,14 +312,14 @@ def test_an_optimizer_of_parameters_that_nobody_averages_says_so_once(rank, worl
 
 
 @on_ranks(1)
-def test_sharing_the_memory_of_a_sharded_model_is_refused(rank, world):
+def test_sharing_the_memory_of_a_sharded_model_is_refused():
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(InputError, match=r"share_memory\(\) of a sharded module.*full_state_dict"):
         model.share_memory()
 
 
 @on_ranks(2)
-def test_optimizers_that_torch_can_not_run_on_shards_are_named(rank, world):
+def test_optimizers_that_torch_can_not_run_on_shards_are_named():
     model = fully_shard(nn.Linear(4, 4))
     before = [param.to_local().clone() for param in model.parameters()]
     for kind in (torch.optim.LBFGS, torch.optim.Rprop):

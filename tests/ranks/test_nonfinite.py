@@ -47,7 +47,7 @@ def load_all(checkpoint):
 
 
 @on_ranks(2)
-def test_the_norm_and_its_clipping_are_torchs_bit_for_bit(rank, world):
+def test_the_norm_and_its_clipping_are_torchs_bit_for_bit(rank):
     torch.manual_seed(0)
     models = [fully_shard(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

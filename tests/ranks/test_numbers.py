@@ -42,7 +42,7 @@ def test_a_number_of_a_ranks_part_is_refused_with_the_remedy(world):
 
 
 @on_ranks(2)
-def test_torchs_own_initialisation_of_shards_is_let_through(rank, world):
+def test_torchs_own_initialisation_of_shards_is_let_through():
     """torch's own code reads this rank's part, and means it."""
     model = fully_shard(nn.Linear(64, 64))
     for param in model.parameters():

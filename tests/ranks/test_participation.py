@@ -353,7 +353,7 @@ def test_ranks_in_different_calls_are_told_which_and_where(how):
 
 
 @on_ranks(2)
-def test_no_optimizer_steps_with_a_backward_that_did_not_end_on_all_ranks(rank, world):
+def test_no_optimizer_steps_with_a_backward_that_did_not_end_on_all_ranks(rank):
     model = by_fully_shard()
     run = Run.of(model)
     with pytest.MonkeyPatch.context() as patch:

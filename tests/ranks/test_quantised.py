@@ -78,7 +78,7 @@ def test_a_sharded_model_is_quantised_to_the_same_bits_and_trains_alike(rank, wo
 
 @pytest.mark.parametrize("dim", [0, 1])
 @on_ranks(4)
-def test_ranks_without_rows_and_columns_cut_inside_a_block_are_quantised_alike(rank, world, dim):
+def test_ranks_without_rows_and_columns_cut_inside_a_block_are_quantised_alike(dim):
     plain = nn.Linear(COLS, 2)
     model = fully_shard(copy.deepcopy(plain), shard_placement_fn=lambda p: Shard(dim % p.ndim))
     with torch.device("meta"):
@@ -93,7 +93,7 @@ def test_ranks_without_rows_and_columns_cut_inside_a_block_are_quantised_alike(r
 
 
 @on_ranks(2)
-def test_what_cant_be_quantised_leaves_a_sharded_model_as_it_was(rank, world):
+def test_what_cant_be_quantised_leaves_a_sharded_model_as_it_was():
     model = shard(build(codec=None))
     before = {name: full(value).clone() for name, value in model.state_dict().items()}
     with pytest.raises(InputError, match=r"'0.up.bias' is torch.float32 of shape \[37\]"):
@@ -180,7 +180,7 @@ def test_a_step_that_decodes_per_use_holds_fewer_bytes_than_one_that_decodes_by_
 
 
 @on_ranks(*WORLDS)
-def test_nf4_a_full_upcast_state_dict_is_streamed_and_a_plain_one_is_taken(rank, world):
+def test_nf4_a_full_upcast_state_dict_is_streamed_and_a_plain_one_is_taken(rank):
     model = shard(build())
     reference = build()
     state = full_state_dict(model)
@@ -205,7 +205,7 @@ def test_nf4_a_full_upcast_state_dict_is_streamed_and_a_plain_one_is_taken(rank,
 
 
 @on_ranks(3)
-def test_nf4_weights_may_be_cut_by_columns(rank, world):
+def test_nf4_weights_may_be_cut_by_columns():
     torch.manual_seed(0)
     plain = nn.Linear(COLS, ROWS, bias=False)
     quantize_(plain)

@@ -192,7 +192,7 @@ class Product(nn.Module):
     ids=["uneven_rows", "shard_1", "experts", "rows_of_experts", "500x100", "64x64"],
 )
 @on_ranks(3)
-def test_weights_of_any_shape_are_cut_anywhere(rank, world, shape, dim):
+def test_weights_of_any_shape_are_cut_anywhere(shape, dim):
     plain = Product(*shape)
     quantize_(plain, where="weight")
     model = fully_shard(copy.deepcopy(plain), shard_placement_fn=lambda p: Shard(dim))
@@ -261,7 +261,7 @@ def test_codes_and_losses_are_those_of_one_process_under_every_option(rank, worl
 
 
 @on_ranks(3)
-def test_full_tensor_and_every_state_dict_have_codes_and_scales_that_decode(rank, world):
+def test_full_tensor_and_every_state_dict_have_codes_and_scales_that_decode():
     model, plain = shard(build()), build(codec=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -95,7 +95,7 @@ def test_microbatches_that_do_not_reduce_are_gathered_from_the_shares_of_the_fir
 
 
 @on_ranks(4)
-def test_a_step_gathers_between_nodes_once_and_each_rank_holds_its_share_of_everything(rank, world):
+def test_a_step_gathers_between_nodes_once_and_each_rank_holds_its_share_of_everything(world):
     set_transport("sockets")  # shared memory sends nothing
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     mesh = mesh_of(world)
@@ -157,7 +157,7 @@ def test_checkpoints_and_state_dicts_know_the_shards_and_what_is_kept_is_never_s
 
 
 @on_ranks(4)
-def test_it_is_explained_and_what_does_not_go_with_it_is_refused(rank, world):
+def test_it_is_explained_and_what_does_not_go_with_it_is_refused(world):
     with pytest.raises(InputError, match="takes a 2-D mesh"):
         fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (world,)), shard_over_all=True)
     with pytest.raises(InputError, match="reshard_after_forward=2 doesn't go with shard_over_all"):

@@ -287,13 +287,13 @@ def races_of(rules, gatherer, hybrid, bucket_cap_mb):
 @pytest.mark.parametrize("gatherer", GATHERERS)
 @pytest.mark.slow
 @on_ranks(1)
-def test_no_gatherer_writes_memory_that_is_still_read(rank, world, gatherer):
+def test_no_gatherer_writes_memory_that_is_still_read(gatherer):
     for hybrid, bucket_cap_mb in ((False, 0), (True, 1)):
         races = races_of(Streams, gatherer, hybrid, bucket_cap_mb)
         assert not races, (hybrid, bucket_cap_mb, races)
 
 
 @on_ranks(1)
-def test_a_real_model_races_without_any_one_of_the_rules_that_it_needs(rank, world):
+def test_a_real_model_races_without_any_one_of_the_rules_that_it_needs():
     for rules in (NoRule1, NoRule2, NoRule4):  # a collective's end waits for what rule 3 does
         assert races_of(rules, "plain", False, 0), rules

@@ -98,7 +98,7 @@ class Slope(nn.Module):
 @pytest.mark.each_case
 @pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
 @on_ranks(4)
-def test_large_float16_gradients_are_averaged_without_an_overflow(rank, world, transport):
+def test_large_float16_gradients_are_averaged_without_an_overflow(world, transport):
     set_transport(transport)
     copies = init_device_mesh("cpu", (2, world // 2))
 

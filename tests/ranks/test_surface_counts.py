@@ -49,7 +49,7 @@ def train(model: nn.Module) -> Callable[[], None]:
 
 
 @on_ranks(2)
-def test_a_step_takes_one_gather_before_each_use_and_one_reduction_of_each_group(rank, world):
+def test_a_step_takes_one_gather_before_each_use_and_one_reduction_of_each_group(world):
     set_transport("sockets")  # shared memory sends nothing
     part = NBYTES * (world - 1) // world  # one collective over all groups, at its optimum
     model = blocks(reshard_after_forward=True)
@@ -66,7 +66,7 @@ def test_a_step_takes_one_gather_before_each_use_and_one_reduction_of_each_group
 
 
 @on_ranks(2)
-def test_accumulation_reduces_once_and_may_gather_once(rank, world):
+def test_accumulation_reduces_once_and_may_gather_once(world):
     set_transport("sockets")
     part = NBYTES * (world - 1) // world
     model = blocks(reshard_after_forward=True)
@@ -88,7 +88,7 @@ def test_accumulation_reduces_once_and_may_gather_once(rank, world):
 
 
 @on_ranks(4)
-def test_hybrid_sharding_all_reduces_each_group_once_and_only_where_asked(rank, world):
+def test_hybrid_sharding_all_reduces_each_group_once_and_only_where_asked():
     set_transport("sockets")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shard"))
     model = blocks(mesh=mesh, reshard_after_forward=True)
@@ -103,7 +103,7 @@ def test_hybrid_sharding_all_reduces_each_group_once_and_only_where_asked(rank, 
 
 
 @on_ranks(4)
-def test_a_smaller_world_and_several_modules_in_a_group_take_the_collectives_they_say(rank, world):
+def test_a_smaller_world_and_several_modules_in_a_group_take_the_collectives_they_say():
     set_transport("sockets")
     model = blocks(reshard_after_forward=2)
     train(model)()
@@ -181,7 +181,7 @@ def test_after_an_evaluation_the_root_and_what_is_to_stay_are_not_gathered_again
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
-def test_an_edit_in_place_of_what_stays_after_an_evaluation_is_kept(rank, world, mode, dtype):
+def test_an_edit_in_place_of_what_stays_after_an_evaluation_is_kept(mode, dtype):
     """What ``model.parameters()`` shows after an evaluation may be edited in place, as shards may."""
 
     def seen() -> dict[str, torch.Tensor]:  # as the forward sees it
@@ -206,7 +206,7 @@ def test_an_edit_in_place_of_what_stays_after_an_evaluation_is_kept(rank, world,
 
 
 @on_ranks(2)
-def test_what_stays_after_an_evaluation_is_gathered_anew_where_a_rank_has_written_its_shard(rank, world):
+def test_what_stays_after_an_evaluation_is_gathered_anew_where_a_rank_has_written_its_shard(rank):
     """What stays unsharded is gathered anew where any rank's shard was written, in whatever way."""
     model = headed(fully_shard, None)
     shards = list(model.parameters())
@@ -232,9 +232,7 @@ def test_what_stays_after_an_evaluation_is_gathered_anew_where_a_rank_has_writte
 
 
 @on_ranks(2)
-def test_an_optimizer_that_was_built_after_an_evaluation_trains_and_on_unsharded_parameters_is_refused(
-    rank, world
-):
+def test_an_optimizer_that_was_built_after_an_evaluation_trains_and_on_unsharded_parameters_is_refused():
     model = headed(fully_shard, None)
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
@@ -256,7 +254,7 @@ def kinds(model: nn.Module) -> list[bool]:
 
 
 @on_ranks(2)
-def test_between_forward_and_backward_modules_show_shards_whatever_the_plan_keeps(rank, world):
+def test_between_forward_and_backward_modules_show_shards_whatever_the_plan_keeps():
     model = blocks()
     for _ in range(3):
         loss = model(torch.ones(2, WIDTH)).sum()
@@ -356,7 +354,7 @@ def test_bytes_are_counted_as_they_are_held_where_shards_lie_over_a_smaller_worl
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_bytes_over_a_smaller_world_are_counted_where_ranks_use_different_groups(rank, world):
+def test_bytes_over_a_smaller_world_are_counted_where_ranks_use_different_groups(rank):
     held = Held()
     model = built()
     for part in model.parts.values():
@@ -371,7 +369,7 @@ def test_bytes_over_a_smaller_world_are_counted_where_ranks_use_different_groups
 
 
 @on_ranks(1)
-def test_a_world_of_one_reports_no_collectives(rank, world):
+def test_a_world_of_one_reports_no_collectives():
     """What a world of one doesn't send it doesn't report."""
     model = blocks()
     for _ in range(2):

@@ -2,115 +2,23 @@
 
 import re
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from shardwright import FSDPModule, Grouping, explain, fully_shard, stats
+from shardwright import FSDPModule, Grouping, explain, fully_shard
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
 from shardwright.plan.cluster import DEVICES, Cluster
 from shardwright.planned import Plan, PlannedGroup
-from tests.ranks.models import Block, Decoder, Run, batches, build, loss_of, shard_decoder, train_beside
+from tests.ranks.cases import AUTO, groups_of
+from tests.ranks.models import Run, batches, build, loss_of, shard_decoder, train_beside
 from tests.ranks.pool import on_ranks, run_ranks
 
 
-def groups_of(model: nn.Module) -> list[list[str]]:
-    """Names of the parameters of each group."""
-    return [[param.name for param in row.params] for row in explain(model).groups]
-
-
-def block(number: int) -> list[str]:
-    parts = ["scale", "norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"]
-    return [f"blocks.{number}.{part}" for part in parts]
-
-
-ENDS = ["norm.weight", "norm.bias", "head.weight"]
-
-
-def chosen(rank, world, tied, groups, expected):
-    model = build(tied=tied)
-    assert fully_shard(model, groups=groups) is model
-    assert sorted(map(sorted, groups_of(model))) == sorted(map(sorted, expected))
-    train_beside(Run.of(model), Run.of(build(tied=tied)), rank, world)
-    assert stats(model).unsharded_nbytes == 0
-
-
-AUTO = [block(0), block(1), block(2), ["embedding.weight"], ENDS]
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_groups_chosen_by_the_lists_of_a_model_equal_one_process(world):
-    run_ranks(world, chosen, False, "auto", AUTO)
-
-
-@pytest.mark.parametrize(
-    ("tied", "groups", "expected"),
-    [
-        (True, "auto", [*AUTO[:4], ENDS[:2]]),
-        (False, Grouping(classes=(Block,)), AUTO),
-        (False, Grouping(least_nbytes=4000), [block(0) + block(1) + block(2), *AUTO[3:]]),
-        (
-            False,
-            [["head.weight"], ["blocks.1.up.weight", "embedding"], ["blocks.0", "blocks.1"]],
-            [
-                ["embedding.weight", "blocks.1.up.weight"],
-                block(0) + [name for name in block(1) if "up.weight" not in name],
-                ["head.weight"],
-                block(2) + ENDS[:2],
-            ],
-        ),
-        (
-            # One module's parameters in two groups: both are unsharded around it.
-            False,
-            [["head.weight", "norm.weight", "norm.bias"], ["blocks.0.up.weight"], ["blocks.0.up.bias"]],
-            None,
-        ),
-    ],
-)
-@on_ranks(2)
-def test_groups_given_by_name_size_or_class_equal_one_process(rank, world, tied, groups, expected):
-    model = build(tied=tied)
-    fully_shard(model, groups=groups)
-    if expected is not None:
-        assert sorted(map(sorted, groups_of(model))) == sorted(map(sorted, expected))
-    train_beside(Run.of(model), Run.of(build(tied=tied)), rank, world)
-
-
-class Hinted(Decoder):
-    """A decoder that says of itself what models of transformers say, and owns a parameter itself."""
-
-    _no_split_modules = ("Block",)
-    _fsdp_plan: ClassVar = {"norm": "keep_full_weight", "head": "keep_full_weight"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(2.0))
-
-    def get_input_embeddings(self):
-        return self.embedding
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def forward(self, tokens):
-        return super().forward(tokens) / self.temperature
-
-
-@on_ranks(2)
-def test_groups_chosen_by_a_models_own_hints_equal_one_process(rank, world):
-    torch.manual_seed(7)
-    reference = Hinted()
-    torch.manual_seed(7)
-    model = fully_shard(Hinted(), groups="auto")
-    assert sorted(map(sorted, groups_of(model))) == sorted(map(sorted, [*AUTO, ["temperature"]]))
-    train_beside(Run.of(model), Run.of(reference), rank, world)
-
-
 @on_ranks(1)
-def test_groups_that_cannot_be_are_refused_before_anything_is_sharded(rank, world):
+def test_groups_that_cannot_be_are_refused_before_anything_is_sharded():
     model = build()
     cases = [
         (

@@ -1,12 +1,9 @@
 """Where parameters may lie: any dim, any memory format, several meshes, copies, neighbours, the host."""
 
-import copy
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -24,97 +21,19 @@ from shardwright import (
 )
 from shardwright.engine.unit import unit_of
 from tests.ranks.models import (
-    WIDTH,
     Run,
     assert_same,
     batches,
     build,
     equal_steps,
-    fresh_mesh,
     full,
     loss_of,
     shard_decoder,
     train_beside,
-    waits,
 )
-from tests.ranks.pool import on_ranks, run_ranks
+from tests.ranks.pool import on_ranks
 
 WORLDS = [1, 2, 3, 4]
-
-
-def last_dim(param):
-    return Shard(param.ndim - 1) if param.ndim else None
-
-
-def any_dim(rank, world, transport="auto"):
-    set_transport(transport)
-    model = shard_decoder(build(), fully_shard, mesh=fresh_mesh(world), shard_placement_fn=last_dim)
-    assert model.head.weight.placements == (Shard(1),)
-    assert model.head.weight.to_local().shape[1] == max(
-        0, min(-(-WIDTH // world), WIDTH - rank * -(-WIDTH // world))
-    )
-    train_beside(Run.of(model), Run.of(build()), rank, world)
-    state = full_state_dict(model)
-    for name, param in model.named_parameters():
-        whole = full(param)
-        assert rank or torch.equal(state[name], whole)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_parameter_may_be_sharded_on_any_dim_though_its_size_does_not_divide(world):
-    run_ranks(world, any_dim)
-
-
-@pytest.mark.parametrize("transport", ["sockets", "collectives"])
-def test_a_parameter_may_be_sharded_on_any_dim_over_every_transport(transport):
-    run_ranks(3, any_dim, transport)
-
-
-class Scaled(nn.Module):
-    """A layer, and a scale whose group has nothing else: it is kept whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * self.scale
-
-
-@pytest.mark.each_case
-@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
-@on_ranks(2)
-def test_a_group_of_a_scalar_alone_trains_exactly(rank, world, transport):
-    set_transport(transport)
-    torch.manual_seed(0)
-    reference = Scaled()
-    model = copy.deepcopy(reference)
-    fully_shard(model.layer)
-    equal_steps(fully_shard(model), reference, rank, world, shape=(2, 6))
-
-
-class Formats(nn.Module):
-    """A channels-last convolution, a transposed and a strided weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
-        self.transposed = nn.Parameter(torch.randn(7, 5).t() * 0.3)
-        self.strided = nn.Parameter(torch.randn(7, 14)[:, ::2] * 0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(x).mean((2, 3)) @ self.transposed @ self.strided
-
-
-@on_ranks(*WORLDS)
-def test_channels_last_and_non_contiguous_parameters_train_exactly(rank, world):
-    torch.manual_seed(0)
-    reference = Formats()
-    torch.manual_seed(0)
-    model = fully_shard(Formats(), shard_placement_fn=lambda p: Shard(1) if p.ndim == 4 else None)
-    assert not reference.transposed.is_contiguous()
-    equal_steps(model, reference, rank, world, shape=(2, 3, 6, 6))
 
 
 class Looks(nn.Module):
@@ -133,7 +52,7 @@ class Looks(nn.Module):
 
 @pytest.mark.parametrize(("world", "size"), [(1, None), (2, None), (2, True), (4, 2)])
 @on_ranks()
-def test_a_weight_that_is_cut_on_another_dim_is_contiguous_while_unsharded(rank, world, size):
+def test_a_weight_that_is_cut_on_another_dim_is_contiguous_while_unsharded(size):
     torch.manual_seed(0)
     reference = Looks()
     for dim in (1, 2, -1):
@@ -156,23 +75,8 @@ def test_a_weight_that_is_cut_on_another_dim_is_contiguous_while_unsharded(rank,
             assert torch.equal(model.cut, torch.arange(240.0).view(6, 5, 8))
 
 
-@pytest.mark.parametrize(("world", "copies"), [(2, 2), (2, 1), (4, 2), (4, 4), (3, 3)])
-@on_ranks()
-def test_hybrid_sharding_equals_one_process(rank, world, copies):
-    mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("replicate", "shard"))
-    model = shard_decoder(build(tied=True), fully_shard, mesh=mesh)
-    assert model.norm.weight.placements == (Replicate(), Shard(0))
-    train_beside(Run.of(model), Run.of(build(tied=True)), rank, world)
-    state = full_state_dict(model)
-    assert bool(state) == (rank == 0)
-    for param in model.parameters():  # the copies are equal bit for bit
-        others = [torch.empty_like(param.to_local()) for _ in range(copies)]
-        dist.all_gather(others, param.to_local().detach().contiguous(), group=mesh.get_group("replicate"))
-        assert all(torch.equal(other, others[0]) for other in others)
-
-
 @on_ranks(4)
-def test_hybrid_sharding_sends_the_optimal_bytes_and_each_reduction_can_be_left_out(rank, world):
+def test_hybrid_sharding_sends_the_optimal_bytes_and_each_reduction_can_be_left_out():
     set_transport("sockets")  # shared memory sends nothing
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh, reshard_after_forward=True)
@@ -194,7 +98,7 @@ def test_hybrid_sharding_sends_the_optimal_bytes_and_each_reduction_can_be_left_
 
 
 @on_ranks(4)
-def test_the_gather_half_of_an_all_reduce_goes_out_with_the_next_groups_reduction(rank, world):
+def test_the_gather_half_of_an_all_reduce_goes_out_with_the_next_groups_reduction():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
     for layer in model:
@@ -214,53 +118,8 @@ def test_the_gather_half_of_an_all_reduce_goes_out_with_the_next_groups_reductio
     ]
 
 
-@on_ranks(2, 4)
-def test_accumulation_with_reduce_scatters_but_one_all_reduce_equals_one_process(rank, world):
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    model, reference = shard_decoder(build(), fully_shard, mesh=mesh), build()
-    ours, theirs = Run.of(model), Run.of(reference)
-    for step in range(2):
-        for micro in range(3):
-            tokens = batches(10 * step + micro, world)
-            model.set_requires_all_reduce(micro == 2)
-            model.set_is_last_backward(micro == 2)
-            (loss_of(model, tokens[rank]) / 3).backward()
-            (torch.stack([loss_of(reference, rows) for rows in tokens]).mean() / 3).backward()
-            assert all(waits(p) == (micro < 2) for p in model.parameters())
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("world", "size", "placement", "hybrid_mesh"),
-    [
-        (4, 2, False, False),
-        (4, 2, True, False),
-        (4, 1, False, False),
-        (4, 4, False, False),
-        (3, 1, True, False),
-        (4, 2, True, True),
-        (2, 2, False, False),
-    ],
-)
-@on_ranks()
-def test_resharding_to_a_smaller_world_equals_one_process(rank, world, size, placement, hybrid_mesh):
-    mesh = init_device_mesh("cpu", (2, world // 2)) if hybrid_mesh else None
-    fn = last_dim if placement else None
-    options = {"mesh": mesh, "shard_placement_fn": fn, "reshard_after_forward": size}
-    model = shard_decoder(build(tied=True), fully_shard, **options)
-    train_beside(Run.of(model), Run.of(build(tied=True)), rank, world)
-    with torch.no_grad():
-        loss_of(model, batches(0, world)[rank])
-    assert (stats(model).unsharded_nbytes > 0) == (
-        size == 1
-    )  # of a world of one everything stays, as by False
-
-
 @on_ranks(4)
-def test_resharding_to_a_smaller_world_gathers_among_neighbours_in_backward(rank, world):
+def test_resharding_to_a_smaller_world_gathers_among_neighbours_in_backward():
     set_transport("sockets")  # shared memory sends nothing
     model = fully_shard(nn.Linear(64, 64, bias=False), reshard_after_forward=2)
     group = unit_of(model).group
@@ -278,7 +137,7 @@ def test_resharding_to_a_smaller_world_gathers_among_neighbours_in_backward(rank
 
 
 @on_ranks(4)
-def test_an_edit_between_forward_and_backward_is_an_error_though_neighbours_kept_the_old_weights(rank, world):
+def test_an_edit_between_forward_and_backward_is_an_error_though_neighbours_kept_the_old_weights():
     model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=2)
     x = torch.ones(1, 4, requires_grad=True)
     out = model(x)
@@ -364,7 +223,7 @@ def build_feed(seed):
 
 
 @on_ranks(4)
-def test_sharding_composes_with_tensor_parallelism(rank, world):
+def test_sharding_composes_with_tensor_parallelism(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(Feed(), Feed())
@@ -410,9 +269,3 @@ def test_named_axes_of_a_larger_mesh_are_data_parallel(rank, world, dims):
         ours.step()
         theirs.step()
         assert_same(model, reference)
-
-
-@on_ranks(2)
-def test_a_mesh_may_be_made_from_process_groups(rank, world):
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    train_beside(Run.of(shard_decoder(build(), fully_shard, mesh=mesh)), Run.of(build()), rank, world)

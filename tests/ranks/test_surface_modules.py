@@ -1,7 +1,6 @@
 """What may be done with sharded modules: copied, saved, loaded, edited, hooked, called in any way."""
 
 import copy
-import dataclasses
 import io
 import pickle
 import warnings
@@ -24,11 +23,14 @@ from shardwright import (
     stats,
 )
 from shardwright.errors import InputError, StageError
+from tests.ranks.cases import Record
 from tests.ranks.models import (
     Block,
     Run,
     assert_same,
+    assert_same_grads,
     batches,
+    both_backward,
     build,
     equal_steps,
     full,
@@ -68,7 +70,7 @@ def test_a_copy_of_a_sharded_model_is_a_model_of_its_own_that_trains_exactly(ran
 
 
 @on_ranks(4)
-def test_a_copy_keeps_its_options_and_the_callers_hooks(rank, world):
+def test_a_copy_keeps_its_options_and_the_callers_hooks(world):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     fully_shard(
         model[0],
@@ -93,7 +95,7 @@ def test_a_copy_keeps_its_options_and_the_callers_hooks(rank, world):
 
 
 @on_ranks(1, 2)
-def test_pickling_a_sharded_module_is_refused_with_the_remedy_and_deepcopy_is_not(rank, world):
+def test_pickling_a_sharded_module_is_refused_with_the_remedy_and_deepcopy_is_not():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     inner = fully_shard(model[0])
     wrapped = [FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=orig) for orig in (True, False)]
@@ -175,7 +177,7 @@ def test_edits_of_unsharded_weights_are_written_back(rank, world):
 
 
 @on_ranks(2)
-def test_weights_that_were_not_edited_keep_their_precision(rank, world):
+def test_weights_that_were_not_edited_keep_their_precision():
     model = fully_shard(nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     before = full(model.weight).detach().clone()
     with model.unsharded(), torch.no_grad():
@@ -186,7 +188,7 @@ def test_weights_that_were_not_edited_keep_their_precision(rank, world):
 
 
 @on_ranks(2)
-def test_a_weight_at_rest_has_its_logical_shape_and_compute_with_it_is_an_error(rank, world):
+def test_a_weight_at_rest_has_its_logical_shape_and_compute_with_it_is_an_error():
     model = shard_decoder(build(), fully_shard)
     assert all(
         p.numel() and tuple(p.shape) == tuple(q.shape)
@@ -204,56 +206,8 @@ def test_a_weight_at_rest_has_its_logical_shape_and_compute_with_it_is_an_error(
         fully_shard(Inside(2, 2))(torch.ones(1, 2))
 
 
-@dataclasses.dataclass
-class Record:
-    out: torch.Tensor
-    more: dict
-
-
-class Opaque:
-    __slots__ = ("_held",)
-
-    def __init__(self, held):
-        self._held = held
-
-
-CONTAINERS = {
-    "dataclass": (lambda y: Record(y, {"n": 1}), lambda r: r.out),
-    "object": (Opaque, lambda r: r._held),
-    "nested": (
-        lambda y: [({"a": Record(y, {})},), Opaque([1, y])],
-        lambda r: r[0][0]["a"].out + r[1]._held[1] * 0.5,
-    ),
-    "set": (lambda y: {y}, lambda r: next(iter(r))),
-    "view": (lambda y: y[:, :], lambda y: y.mul_(1.5)),
-    "inplace": (lambda y: y, lambda y: y.add_(1.0)),
-}
-
-
-class Wraps(nn.Module):
-    """Gives its result in a container, and takes its input out of one."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.block = Block()
-        self.wrap, self.unwrap = CONTAINERS[kind]
-
-    def forward(self, x):
-        return self.wrap(self.block(x if isinstance(x, torch.Tensor) else self.unwrap(x)))
-
-
-@pytest.mark.parametrize("kind", CONTAINERS)
-@on_ranks(2)
-def test_outputs_and_inputs_in_any_container_and_changed_in_place_train_exactly(rank, world, kind):
-    model, reference = twins(lambda: nn.Sequential(*[Wraps(kind) for _ in range(3)]))
-    for block in model:
-        fully_shard(block, reshard_after_forward=True)
-    fully_shard(model)
-    equal_steps(model, reference, rank, world, lambda m, x: m[0].unwrap(m(x)).square().mean())
-
-
 @on_ranks(1)
-def test_dtypes_are_cast_inside_of_dataclasses(rank, world):
+def test_dtypes_are_cast_inside_of_dataclasses():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16)
 
     class Gives(nn.Linear):
@@ -277,7 +231,7 @@ class Pair(nn.Module):
 
 
 @on_ranks(2)
-def test_a_module_whose_output_is_not_used_is_left_alone(rank, world):
+def test_a_module_whose_output_is_not_used_is_left_alone():
     pair = Pair()
     fully_shard(pair.side)
     fully_shard(pair)
@@ -302,8 +256,7 @@ def test_an_optimizer_that_steps_in_backward_through_parameter_hooks_equals_one_
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for number in range(3):
         tokens = batches(number, world)
-        loss_of(model, tokens[rank]).backward()
-        torch.stack([loss_of(reference, rows) for rows in tokens]).mean().backward()
+        both_backward(model, reference, tokens, rank)
         plain.step()
         plain.zero_grad()
         assert all(p.grad is None for p in model.parameters())
@@ -327,29 +280,6 @@ def test_ignored_parameters_are_left_as_they_are(rank, world):
     assert isinstance(model.norm.weight.grad, DTensor)
 
 
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.heads = nn.ModuleDict({"a": nn.Linear(13, 4), "b": nn.ModuleList([nn.Linear(13, 4)])})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.heads["a"](x) + self.heads["b"][0](x)
-
-
-@on_ranks(1, 2, 3)
-def test_module_lists_and_dicts_are_sharded_by_their_children(rank, world):
-    model, reference = twins(Lists)
-    assert fully_shard(model.blocks) is model.blocks
-    fully_shard(model.heads)
-    fully_shard(model)
-    assert stats(model).num_groups == 4
-    assert isinstance(model.heads["b"][0], FSDPModule)
-    equal_steps(model, reference, rank, world)
-
-
 class Scaled(nn.Module):
     """A module that reads parameters of lists, which have no forward of their own."""
 
@@ -363,28 +293,19 @@ class Scaled(nn.Module):
 
 
 @on_ranks(2)
-def test_lists_of_parameters_are_sharded_by_the_module_around_them_or_by_hand(rank, world):
+def test_lists_of_parameters_are_sharded_by_the_module_around_them_or_by_hand():
     model, reference = fully_shard(Scaled()), Scaled()
     x = torch.ones(2, 6)
     assert torch.equal(model(x), reference(x))
     model(x).sum().backward()
     reference(x).sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(ours.grad), theirs.grad)
+    assert_same_grads(model, reference)
     alone = Scaled()
     fully_shard(alone.scales)  # as torch takes it: no forward unshards it
     alone.scales.unshard()
     assert torch.equal(alone(x), reference(x))
     alone.scales.reshard()
     assert isinstance(alone.scales[0], DTensor)
-
-
-@on_ranks(1, 2, 3)
-def test_a_list_of_modules_may_be_the_root(rank, world):
-    (a, b), (c, d) = twins(lambda: (Block(), Block()))
-    fully_shard([a, b])
-    model, reference = nn.ModuleList([a, b]), nn.ModuleList([c, d])
-    equal_steps(model, reference, rank, world, lambda both, x: both[1](both[0](x)).square().mean())
 
 
 @on_ranks(2)
@@ -454,17 +375,6 @@ def test_two_models_with_interleaved_forwards_and_backwards_are_exact(rank, worl
             assert_same(model, reference)
 
 
-@on_ranks(2)
-def test_one_backward_through_two_models_is_exact(rank, world):
-    (a, b), (c, d) = twins(lambda: (nn.Sequential(Block(), Block()), nn.Sequential(Block())))
-    for block in a:
-        fully_shard(block)
-    fully_shard(a)
-    fully_shard(b)
-    model, reference = nn.ModuleList([a, b]), nn.ModuleList([c, d])
-    equal_steps(model, reference, rank, world, lambda both, x: both[1](both[0](x)).square().mean())
-
-
 @on_ranks(1, 2, 3)
 def test_a_grad_scaler_skips_and_scales_as_in_one_process(rank, world):
     model, reference = shard_decoder(build(), fully_shard), build()
@@ -519,7 +429,7 @@ def test_other_methods_run_as_forwards(rank, world):
 
 
 @on_ranks(2)
-def test_a_slice_of_a_sharded_sequential_is_a_plain_one(rank, world):
+def test_a_slice_of_a_sharded_sequential_is_a_plain_one():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     fully_shard(model[0])
     fully_shard(model)

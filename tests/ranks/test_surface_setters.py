@@ -32,9 +32,10 @@ from tests.ranks.models import (
     Block,
     Run,
     assert_same,
+    assert_same_grads,
     batches,
+    both_backward,
     build,
-    full,
     loss_of,
     shard_decoder,
     train_beside,
@@ -134,26 +135,10 @@ def test_parameters_kept_through_accumulation_are_not_gathered_again(rank, world
             model.set_requires_gradient_sync(last)
             model.set_is_last_backward(last)
             tokens, before = batches(10 * step + micro, world), stats(model).sent_nbytes
-            (loss_of(model, tokens[rank]) / 3).backward()
-            (torch.stack([loss_of(reference, rows) for rows in tokens]).mean() / 3).backward()
+            both_backward(model, reference, tokens, rank, parts=3)
             assert (stats(model).unsharded_nbytes == 0) == last
             sent.append(stats(model).sent_nbytes - before)
         assert sent[1] == 0 < sent[0]  # the second microbatch gathers and reduces nothing
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
-
-
-@on_ranks(1, 2, 3)
-def test_reductions_that_run_on_after_a_backward_are_all_there_after_the_last(rank, world):
-    model, reference = shard_decoder(build(), fully_shard), build()
-    ours, theirs = Run.of(model), Run.of(reference)
-    for step in range(2):
-        for micro in range(3):
-            model.set_is_last_backward(micro == 2)
-            tokens = batches(10 * step + micro, world)
-            (loss_of(model, tokens[rank]) / 3).backward()
-            (torch.stack([loss_of(reference, rows) for rows in tokens]).mean() / 3).backward()
         ours.step()
         theirs.step()
         assert_same(model, reference)
@@ -170,8 +155,7 @@ def test_gradients_are_divided_by_the_factor_that_was_set(rank, world):
     tokens = batches(0, world)
     loss_of(model, tokens[rank]).backward()
     (torch.stack([loss_of(reference, rows) for rows in tokens]).sum() / 2).backward()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (full(param.grad) - other.grad).abs().max() <= 1e-6
+    assert_same_grads(model, reference)
     with pytest.raises(InputError, match="must be positive, got -1"):
         model.set_gradient_divide_factor(-1.0)
     with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
@@ -211,8 +195,7 @@ def test_ranks_may_use_different_parameters_when_unused_ones_are_reduced(rank, w
     for _ in range(2):
         model(x[rank], rank).square().mean().backward()
         torch.stack([reference(rows, r).square().mean() for r, rows in enumerate(x)]).mean().backward()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (full(param.grad) - other.grad).abs().max() <= 1e-6
+    assert_same_grads(model, reference)
 
 
 @on_ranks(2)
@@ -291,8 +274,7 @@ def test_a_hook_sees_and_changes_the_reduced_gradients(rank, world, native):
     loss_of(model, tokens[rank]).backward()
     (torch.stack([loss_of(reference, rows) for rows in tokens]).mean() / 2).backward()
     assert len(seen) == 4 and all(len(shape) == 1 for shape in seen)
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (full(param.grad) - other.grad).abs().max() <= 1e-6
+    assert_same_grads(model, reference)
     if native:
         with pytest.raises(InputError, match="stream cannot be set when using native HSDP"):
             model.set_all_reduce_hook(hook, stream=object())
@@ -352,7 +334,7 @@ def test_each_other_setter_does_its_work_or_says_why_not(rank, world):
 
 
 @on_ranks(4)
-def test_explain_says_what_is_where_and_what_is_not_the_default(rank, world):
+def test_explain_says_what_is_where_and_what_is_not_the_default(world):
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     model = build(tied=True)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -56,7 +56,7 @@ def test_an_optimizer_that_needs_whole_matrices_equals_one_process(rank, world, 
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_whole_parameters_go_back_to_the_same_shards_beside_tensor_parallelism(rank, world):
+def test_whole_parameters_go_back_to_the_same_shards_beside_tensor_parallelism():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(3)
     block = Block(16)

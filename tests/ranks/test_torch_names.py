@@ -37,7 +37,7 @@ def layer(seed):
 
 
 @on_ranks(2)
-def test_torchs_own_policies_mean_what_ours_of_the_same_fields_mean(rank, world):
+def test_torchs_own_policies_mean_what_ours_of_the_same_fields_mean(world):
     theirs = fsdp.MixedPrecisionPolicy(
         torch.bfloat16, torch.float32, torch.float64, cast_forward_inputs=False
     )
@@ -131,7 +131,7 @@ SCHEDULES = [ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubb
 @pytest.mark.parametrize("make", SCHEDULES)
 @pytest.mark.slow
 @on_ranks(4)
-def test_a_pipeline_of_sharded_stages_trains_as_one_process(rank, world, make, after):
+def test_a_pipeline_of_sharded_stages_trains_as_one_process(make, after):
     """Two places, each sharded over two ranks, with one stage or two; three steps as one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     place, dp = mesh.get_coordinate()

@@ -12,7 +12,7 @@ import shardwright
 from shardwright import MixedPrecisionPolicy, fully_shard, torch_fsdp, torch_private
 from shardwright.errors import Diverged, InputError, StageError, UnsupportedTorch
 from shardwright.policy import adopt
-from tests.ranks.models import full
+from tests.ranks.models import assert_same_grads, full
 from tests.ranks.pool import on_ranks, run_ranks
 
 # ---- policies of torch
@@ -74,7 +74,7 @@ def test_parameters_that_a_policys_function_names_stay_in_their_dtype(rank, worl
 
 
 @on_ranks(2)
-def test_a_policys_function_that_says_another_thing_on_another_rank_is_told(rank, world):
+def test_a_policys_function_that_says_another_thing_on_another_rank_is_told(rank):
     model = fully_shard(
         Normed(),
         mp_policy=MixedPrecisionPolicy(
@@ -87,7 +87,7 @@ def test_a_policys_function_that_says_another_thing_on_another_rank_is_told(rank
 
 
 @on_ranks(1)
-def test_a_policys_function_that_names_another_dtype_is_refused_before_anything_is_sharded(rank, world):
+def test_a_policys_function_that_names_another_dtype_is_refused_before_anything_is_sharded():
     model = Normed()
     wrong = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: torch.float64)
     with pytest.raises(InputError, match=r"returned torch.float64 for parameter 'up\.weight'"):
@@ -98,7 +98,7 @@ def test_a_policys_function_that_names_another_dtype_is_refused_before_anything_
 
 
 @on_ranks(2)
-def test_gradients_without_a_reduce_dtype_are_summed_in_the_dtype_that_the_installed_torch_takes(rank, world):
+def test_gradients_without_a_reduce_dtype_are_summed_in_the_dtype_that_the_installed_torch_takes(rank):
     """Of 1 and 2**-9, which bfloat16 can't add; beside the installed torch's own class."""
     found = []
     for shard, kind in ((fully_shard, MixedPrecisionPolicy), (fsdp.fully_shard, fsdp.MixedPrecisionPolicy)):
@@ -144,8 +144,7 @@ def test_a_backward_that_is_finalized_by_hand_brings_the_gradients_of_one_proces
             handle.wait()
             handle.wait()
         assert all(type(p.data).__name__ == "DTensor" for p in ours.parameters()), "not resharded"
-        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
-            assert torch.allclose(full(p.grad), q.grad, atol=1e-6), step
+        assert_same_grads(ours, whole)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -153,12 +152,11 @@ def test_a_backward_that_is_finalized_by_hand_brings_the_gradients_of_one_proces
     parts = torch.randn(world, 4, 8, generator=torch.Generator().manual_seed(99))
     ours(parts[rank]).square().mean().backward()  # an ordinary step again
     whole(parts.flatten(0, 1)).square().mean().backward()
-    for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
-        assert torch.allclose(full(p.grad), q.grad, atol=1e-6)
+    assert_same_grads(ours, whole)
 
 
 @on_ranks(2)
-def test_finalizing_at_a_wrong_moment_is_refused(rank, world):
+def test_finalizing_at_a_wrong_moment_is_refused():
     model = model_of()
     fully_shard(model[0])
     fully_shard(model)
@@ -209,14 +207,14 @@ def test_a_method_of_a_torch_to_come_is_refused_too(monkeypatch):
 
 
 @on_ranks(1)
-def test_install_replaces_every_class_that_torch_has_of_ours(rank, world):
+def test_install_replaces_every_class_that_torch_has_of_ours():
     shardwright.install()
     for name in torch_fsdp.originals(("FSDPModule", "GradientReductionHandle", "UnshardHandle")):
         assert getattr(fsdp, name) is getattr(shardwright, name)
 
 
 @on_ranks(4)
-def test_what_an_older_torch_lacks_refuses_the_feature_that_needs_it_and_nothing_else(rank, world):
+def test_what_an_older_torch_lacks_refuses_the_feature_that_needs_it_and_nothing_else():
     """The names that torch 2.11 lacks are taken away: only what needs them is refused."""
     torch_private._register_single_dim_pointwise = None
     torch_private.keeps_order = False

@@ -171,7 +171,7 @@ def test_without_the_watch_the_transport_itself_names_a_killed_rank_of_its_host(
 
 
 @on_ranks(2)
-def test_places_in_shared_memory_are_used_again(rank, world):
+def test_places_in_shared_memory_are_used_again():
     model = fully_shard(nn.Linear(6, 6))
     segment = unit_of(model).group.axis.comm.arena
     for _ in range(300):  # more operations than records: places and numbers are used again
@@ -219,7 +219,7 @@ def test_what_nobody_waits_for_is_in_nobodys_way(rank, world, transport, collect
 
 
 @on_ranks(2)
-def test_an_unshard_may_be_waited_for_after_any_number_of_others(rank, world):
+def test_an_unshard_may_be_waited_for_after_any_number_of_others():
     kept = fully_shard(nn.Linear(6, 6))
     expected = full(kept.weight)
     handle = kept.unshard(async_op=True)

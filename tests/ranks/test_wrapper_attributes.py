@@ -73,7 +73,7 @@ def test_a_container_without_a_forward_may_be_wrapped_and_warns_where_it_holds_p
 
 
 @on_ranks(1)
-def test_the_sets_of_the_size_policy_stand_where_torch_has_them_and_errors_name_what_is_wrapped(rank, world):
+def test_the_sets_of_the_size_policy_stand_where_torch_has_them_and_errors_name_what_is_wrapped():
     assert {nn.ModuleList, nn.ModuleDict} == size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
     assert {nn.MultiheadAttention} == size_based_auto_wrap_policy.FORCE_LEAF_MODULES
     model = build()
@@ -98,7 +98,7 @@ class Apart(nn.Module):
 
 @pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
 @on_ranks(3)
-def test_ranks_may_ignore_different_numbers_of_modules(rank, world, flat):
+def test_ranks_may_ignore_different_numbers_of_modules(rank, flat):
     model = Apart(num_own=rank + 1)
     inner, options = model.own, {"use_orig_params": not flat}
     model.layers = FSDP(model.layers, ignored_modules=inner, **options)
@@ -130,7 +130,7 @@ class Marked(nn.Module):
 @pytest.mark.parametrize("api", ["fully_shard", "wrapper", "flat"])
 @pytest.mark.each_case
 @on_ranks(2)
-def test_attributes_of_parameters_survive_sharding_copies_and_unsharding(rank, world, api):
+def test_attributes_of_parameters_survive_sharding_copies_and_unsharding(api):
     flat = api == "flat"
     model = fully_shard(Marked()) if api == "fully_shard" else FSDP(Marked(), use_orig_params=not flat)
     for each in (model, copy.deepcopy(model)):
@@ -181,7 +181,7 @@ class Scaled(torch.Tensor):
 
 
 @on_ranks(2)
-def test_attributes_of_a_subclass_are_its_own_and_the_callers_survive(rank, world):
+def test_attributes_of_a_subclass_are_its_own_and_the_callers_survive():
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(Scaled(torch.ones(4, 4), 2.0))
     model.weight.expert = True

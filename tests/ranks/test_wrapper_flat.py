@@ -215,7 +215,7 @@ def test_whole_parameters_of_a_flat_model_for_a_while(rank, world):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_other_dtypes_and_frozen_parameters_get_flat_parameters_of_their_own(rank, world):
+def test_other_dtypes_and_frozen_parameters_get_flat_parameters_of_their_own():
     def make():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5).to(torch.bfloat16), nn.Linear(5, 2))

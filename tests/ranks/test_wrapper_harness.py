@@ -369,7 +369,7 @@ def test_every_sharding_strategy_trains_as_ddp(rank, world):
 @pytest.mark.parametrize("way", ["plain", "checkpointed", "replaced"])
 @pytest.mark.parametrize("bias", [False, True])
 @on_ranks(2)
-def test_a_linears_backward_keeps_no_gathered_weight_alive(rank, world, bias, way):  # X1 X3
+def test_a_linears_backward_keeps_no_gathered_weight_alive(bias, way):  # X1 X3
     linear = FSDP(nn.Linear(6, 4, bias=bias))
     outer = FSDP(nn.Sequential(linear, nn.ReLU(), nn.Linear(4, 4)))
     if way == "replaced":

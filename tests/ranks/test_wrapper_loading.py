@@ -71,9 +71,7 @@ def same_states(one, other):
 
 @FLAT
 @on_ranks(2, 3)
-def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_by_name(
-    rank, world, flat, tmp_path
-):
+def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_by_name(rank, flat, tmp_path):
     folder = str(tmp_path / "checkpoint")
     model = by_layer(alike(), flat)
     expected = FSDP.full_optim_state_dict(
@@ -103,7 +101,7 @@ def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_
 
 @FLAT
 @on_ranks(2)
-def test_ranks_whose_optimizers_have_state_of_other_parameters_all_learn_it(rank, world, flat):
+def test_ranks_whose_optimizers_have_state_of_other_parameters_all_learn_it(rank, flat):
     model = by_layer(alike(), flat)
     optimizer = stepped(model, momentum(model.parameters()), rank)
     whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -125,7 +123,7 @@ def test_ranks_whose_optimizers_have_state_of_other_parameters_all_learn_it(rank
 
 @FLAT
 @on_ranks(2, 3)
-def test_a_state_that_rank_0_alone_has_is_sent_to_the_others(rank, world, flat):
+def test_a_state_that_rank_0_alone_has_is_sent_to_the_others(rank, flat):
     model = by_layer(alike(), flat)
     optimizer = stepped(model, torch.optim.Adam(model.parameters(), lr=0.1), rank)
     expected = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -170,7 +168,7 @@ def sizes_before(own):
 
 @FLAT
 @on_ranks(2)
-def test_every_form_of_an_optimizers_state_that_torch_takes_is_taken(rank, world, flat):
+def test_every_form_of_an_optimizers_state_that_torch_takes_is_taken(rank, flat):
     model = by_layer(alike(), flat)
     params = list(model.parameters())
     optimizer = stepped(model, torch.optim.Adam(params, lr=0.1), rank)
@@ -248,7 +246,7 @@ class Renames(nn.Sequential):
 
 
 @on_ranks(2)
-def test_keys_that_a_module_renames_while_it_is_loaded_are_found(rank, world):
+def test_keys_that_a_module_renames_while_it_is_loaded_are_found():
     def make(seed):
         torch.manual_seed(seed)
         layers = Renames(nn.Linear(5, 5), nn.Linear(5, 5))
@@ -292,7 +290,7 @@ def test_keys_that_a_module_renames_while_it_is_loaded_are_found(rank, world):
 
 @FLAT
 @on_ranks(2)
-def test_loads_tell_plain_names_and_later_steps_leave_a_state_dict_alone(rank, world, flat):
+def test_loads_tell_plain_names_and_later_steps_leave_a_state_dict_alone(rank, flat):
     model = nn.Sequential(by_layer(alike(), flat))
     state = model.state_dict()
     del state["0.1.weight"]
@@ -323,7 +321,7 @@ def test_loads_tell_plain_names_and_later_steps_leave_a_state_dict_alone(rank, w
 
 @FLAT
 @on_ranks(2)
-def test_a_wrapper_in_two_places_and_one_around_another_are_saved_and_loaded(rank, world, flat):
+def test_a_wrapper_in_two_places_and_one_around_another_are_saved_and_loaded(rank, flat):
     options = {"use_orig_params": not flat}
 
     def in_two_places():
@@ -417,7 +415,7 @@ def test_torchs_functions_take_a_wrapped_model_with_every_option(rank, world, fl
 
 
 @on_ranks(2)
-def test_torchs_functions_still_take_torchs_own_wrapper(rank, world):
+def test_torchs_functions_still_take_torchs_own_wrapper(rank):
     FSDP(nn.Linear(2, 2))  # from here on torch's functions know ours, too
     warnings.simplefilter("ignore")
     model = TorchsFSDP(alike(), device_id=torch.device("cpu"), use_orig_params=True)
@@ -436,7 +434,7 @@ def test_torchs_functions_still_take_torchs_own_wrapper(rank, world):
 
 
 @on_ranks(4)
-def test_states_of_a_model_that_tensor_parallelism_cuts_too_are_exact(rank, world):
+def test_states_of_a_model_that_tensor_parallelism_cuts_too_are_exact():
     """Rows cut by both tensor parallelism and the wrapper, unevenly: ``_StridedShard``."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 

@@ -94,7 +94,7 @@ def test_a_low_rank_hook_with_memory_reduces_each_group_and_loses_nothing(rank, 
 
 @pytest.mark.parametrize("codec", ["nf4", "nf4-double", "int8"])
 @on_ranks(2)
-def test_whole_parameters_of_a_quantised_model_are_its_codes_and_are_read_as_weights(rank, world, codec):
+def test_whole_parameters_of_a_quantised_model_are_its_codes_and_are_read_as_weights(rank, codec):
     plain, model = quantised.build(codec), quantised.build(codec)
     for place, layer in enumerate(model):
         model[place] = FSDP(layer)

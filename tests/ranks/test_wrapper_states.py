@@ -160,7 +160,7 @@ def test_a_checkpoint_takes_a_wrapped_model_under_its_plain_names(tmp_path):
 
 
 @on_ranks(2)
-def test_meta_modules_are_made_ranks_are_made_equal_and_what_is_ignored_is_left(rank, world):
+def test_meta_modules_are_made_ranks_are_made_equal_and_what_is_ignored_is_left(rank):
     calls = []
 
     def init(module):
@@ -193,7 +193,7 @@ def test_meta_modules_are_made_ranks_are_made_equal_and_what_is_ignored_is_left(
 
 
 @on_ranks(2)
-def test_a_plain_module_around_wrappers_loads_what_it_saves(rank, world):
+def test_a_plain_module_around_wrappers_loads_what_it_saves():
     """A plain module with wrappers inside: what it saves it loads, of every kind."""
     torch.manual_seed(0)
     whole = nn.Sequential(FSDP(nn.Linear(5, 3)), nn.Linear(3, 3), nested(build())).state_dict()

@@ -58,7 +58,7 @@ def wrapped(flat, half):
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "mixed"])
 @pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat"])
 @on_ranks(2)
-def test_a_forward_inside_of_summon_full_params_computes_with_what_it_shows(rank, world, flat, half):
+def test_a_forward_inside_of_summon_full_params_computes_with_what_it_shows(rank, flat, half):
     for case in CASES:
         model, alone = wrapped(flat, half), plain()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -96,7 +96,7 @@ def test_a_forward_inside_of_summon_full_params_computes_with_what_it_shows(rank
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "mixed"])
 @pytest.mark.parametrize("recurse", [False, True])
 @on_ranks(2)
-def test_a_forward_inside_of_unsharded_computes_with_what_it_shows(rank, world, half, recurse):
+def test_a_forward_inside_of_unsharded_computes_with_what_it_shows(half, recurse):
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if half else {}
     model, alone = plain(), plain()
     fully_shard(model[2], **options)

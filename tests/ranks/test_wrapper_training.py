@@ -97,7 +97,7 @@ def test_a_comm_hook_takes_the_place_of_every_reduce_scatter(rank, world):
 
 
 @on_ranks(2)
-def test_policies_wrap_what_torchs_do(rank, world):
+def test_policies_wrap_what_torchs_do():
     def wrapped(policy, **options):
         model = FSDP(build(), auto_wrap_policy=policy, **options)
         return {name for name, m in model.module.named_modules() if isinstance(m, FSDP)}
@@ -147,7 +147,7 @@ _building = threading.Lock()  # the random numbers of a process are one stream
 
 
 @on_ranks(1)
-def test_two_models_in_two_threads_do_not_disturb_each_other(rank, world):
+def test_two_models_in_two_threads_do_not_disturb_each_other():
     results = {}
     threads = [threading.Thread(target=train_alone, args=(seed, results)) for seed in (1, 2)]
     for thread in threads:

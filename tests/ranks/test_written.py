@@ -201,7 +201,7 @@ def test_a_backward_after_a_change_of_weights_raises_where_one_process_does(worl
 
 
 @on_ranks(2)
-def test_a_mode_that_copies_what_autograd_has_saved_is_refused(rank, world):
+def test_a_mode_that_copies_what_autograd_has_saved_is_refused():
     model = model_of(True)
     refused = pytest.raises(StageError, match=r"inside of allow_mutation_on_saved_tensors\(\)")
     with torch.autograd.graph.allow_mutation_on_saved_tensors(), refused:
@@ -211,7 +211,7 @@ def test_a_mode_that_copies_what_autograd_has_saved_is_refused(rank, world):
 
 @pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
-def test_other_memory_for_an_unsharded_parameter_is_refused_by_name(rank, world, reshard):
+def test_other_memory_for_an_unsharded_parameter_is_refused_by_name(reshard):
     """Other memory for an unsharded parameter, inside of a forward: its own copy would be used for ever."""
     for change in (lambda lin: lin.to(torch.float64), lambda lin: setattr(lin.bias, "data", torch.ones(16))):
         model, told = model_of(reshard), 0
@@ -246,7 +246,7 @@ class Codebook(nn.Module):
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @on_ranks(2)
-def test_what_a_forward_changes_of_its_weights_in_place_is_kept(rank, world, reshard):
+def test_what_a_forward_changes_of_its_weights_in_place_is_kept(reshard):
     models = ours, whole = Codebook(), Codebook()
     fully_shard(ours.table, reshard_after_forward=reshard)
     fully_shard(ours, reshard_after_forward=reshard)
@@ -264,7 +264,7 @@ def test_what_a_forward_changes_of_its_weights_in_place_is_kept(rank, world, res
 
 
 @on_ranks(1, 2)
-def test_a_table_whose_forward_changes_other_rows_on_each_rank_is_refused(rank, world):
+def test_a_table_whose_forward_changes_other_rows_on_each_rank_is_refused(world):
     for table in (nn.Embedding(6, 4, max_norm=0.5), nn.EmbeddingBag(6, 4, max_norm=0.5)):
         if world == 1:
             fully_shard(table)(torch.arange(6).view(2, 3))
@@ -279,7 +279,7 @@ def test_a_table_whose_forward_changes_other_rows_on_each_rank_is_refused(rank, 
     "way", ["smaller world", pytest.param("over all", marks=NEEDS_ORDER), "offloaded", "copies"]
 )
 @on_ranks(4)
-def test_an_edit_without_a_mark_is_seen_after_reshard(rank, world, way):
+def test_an_edit_without_a_mark_is_seen_after_reshard(world, way):
     """``param.data`` between two microbatches that aren't synchronised; then reshard(), as the docs say."""
     options = {
         "smaller world": {"reshard_after_forward": 2},
