@@ -419,6 +419,34 @@ def test_metadata_that_is_malformed_is_refused_with_its_name(
     refusal_of(lambda: loaded(folder), said)
 
 
+class Attribute:
+    """Pickled as an attribute of something, by its name."""
+
+    def __init__(self, *of: Any) -> None:
+        self.of = of
+
+    def __reduce__(self) -> Any:
+        return getattr, self.of
+
+
+def test_metadata_that_python_3_11_0_to_3_11_3_wrote_is_read(
+    tmp_path: Path, dcp_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(dcp_folder, tmp_path / "x")
+    kind = type(TensorProperties().__getstate__()[3])  # those pickle a member of an enumeration by its name
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    (folder / ".metadata").write_bytes(pickle.dumps(described_by(folder)))
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert loaded(folder) == 5.0
+
+
+@pytest.mark.parametrize("of", [("text", "join"), (torch.Size, "mro"), (TensorProperties, 1)], ids=str)
+def test_no_other_attribute_is_read_by_a_pickle(tmp_path: Path, dcp_folder: Path, of: Any) -> None:
+    folder = copied(dcp_folder, tmp_path / "x")
+    (folder / ".metadata").write_bytes(pickle.dumps(Attribute(*of)))
+    refusal_of(lambda: open_checkpoint(folder), "which is no enumeration; refused")
+
+
 # ---- our own files
 
 

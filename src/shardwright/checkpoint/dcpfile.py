@@ -41,6 +41,13 @@ class _Record:
         self.state = state
 
 
+def _member(kind: Any, name: Any) -> _Record:
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickles it: ``getattr(kind, name)``."""
+    if not (isinstance(kind, type) and issubclass(kind, _Record) and type(name) is str):
+        raise CheckpointError(f".metadata asks for {name!r} of {kind!r}, which is no enumeration; refused")
+    return kind(name)
+
+
 class _Unpickler(pickle.Unpickler):
     """Reads descriptions of tensors, and nothing that could run."""
 
@@ -53,6 +60,8 @@ class _Unpickler(pickle.Unpickler):
             return self._kinds.setdefault(name, type(name, (_Record,), {}))
         if module == "torch" and name == "Size":
             return tuple
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         raise CheckpointError(f".metadata names {module}.{name}, which does not describe a tensor; refused")
