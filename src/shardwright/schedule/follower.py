@@ -375,12 +375,12 @@ class Follower:
         spec = self.recorded.specs[group]
         if event.kind in BEGINS:
             self._push("_run_module", event)
-            if _reads(spec, event):
+            if spec.reads(event.kind):
                 self._need(group)
         elif event.kind is EventKind.GRADS_READY:
             self._push("_reduce_what_is_left", group, 0)
             self._push("_inspect", group)
-        elif found is None and not self.groups.states.live & bit and not _keeps(spec, cursor.phase):
+        elif found is None and not self.groups.states.live & bit and not spec.keeps(cursor.phase):
             self._reshard(group)
 
     def _pass_held(self, event: Event) -> None:
@@ -394,7 +394,7 @@ class Follower:
         cursor, bit = self.cursors[-1], 1 << event.group
         if cursor.phase is Phase.FORWARD:
             self.used |= bit
-        if _reads(self.recorded.specs[event.group], event):
+        if self.recorded.specs[event.group].reads(event.kind):
             self.groups.do(ActionKind.WAIT, (event.group,))
             self._move(busy=cursor.busy | bit)
 
@@ -428,7 +428,7 @@ class Follower:
                 self.groups.actions += (action,)
             else:
                 self.groups.pass_reduction(action)
-        if event.kind in BEGINS and _reads(self.recorded.specs[event.group], event):
+        if event.kind in BEGINS and self.recorded.specs[event.group].reads(event.kind):
             self.groups.unshard((event.group,))  # the plan can be wrong about what earlier phases left behind
 
     def _reshard(self, group: int) -> None:
@@ -548,7 +548,7 @@ class Follower:
         self.cursors = (*outer, cursor)
         for group in _numbers(self.groups.states.held):
             kept = self.groups.states.live >> group & 1 and cursor.mode is not Mode.HELD
-            if not kept and not _keeps(self.recorded.specs[group], cursor.phase):
+            if not kept and not self.recorded.specs[group].keeps(cursor.phase):
                 self._reshard(group)
         self.cursors = outer
 
@@ -585,22 +585,10 @@ class Follower:
     def _reshard_after_backward(self) -> None:
         self.groups.set(kept=0)
         for group in _numbers(self.groups.states.held):
-            if not _keeps(self.recorded.specs[group], Phase.BACKWARD):
+            if not self.recorded.specs[group].keeps(Phase.BACKWARD):
                 self._move(busy=self.cursors[-1].busy & ~(1 << group))
                 self.groups.drop_live(group)
                 self._reshard(group)
-
-
-def _reads(spec: GroupSpec, event: Event) -> bool:
-    """Whether what begins with ``event`` needs the group unsharded."""
-    return event.kind is not EventKind.BACKWARD_BEGIN or spec.unshard_in_backward
-
-
-def _keeps(spec: GroupSpec, phase: Phase) -> bool:
-    """Whether the group was asked to stay unsharded after the phase."""
-    if phase is Phase.BACKWARD:
-        return not spec.reshard_after_backward
-    return spec.reshard_after_forward is False
 
 
 def _numbers(mask: int) -> list[int]:

@@ -196,6 +196,19 @@ class GroupSpec:
     smaller_world: bool = False
     part_of: int | None = None
 
+    def keeps(self, phase: Phase, chosen: bool = False) -> bool:
+        """Whether it stays unsharded after its part of ``phase``: the one place that decides when a group is
+        resharded. chosen: the policy keeps it for the backward, where the caller has left that open."""
+        if phase is Phase.BACKWARD:
+            return not self.reshard_after_backward
+        if self.reshard_after_forward is None:
+            return chosen and phase is Phase.FORWARD
+        return not self.reshard_after_forward
+
+    def reads(self, kind: EventKind) -> bool:
+        """Whether what begins with an event of ``kind`` needs it unsharded."""
+        return kind is not EventKind.BACKWARD_BEGIN or self.unshard_in_backward
+
     def shifted(self, by: int) -> "GroupSpec":
         """The same with every group's number raised, for a model that became part of another."""
         listed = (self.ahead_in_forward, self.ahead_in_backward)

@@ -57,13 +57,11 @@ class Scheduler:
         if event.kind in BEGINS:
             self._begin(phase, event, ahead, actions)
         elif event.kind is EventKind.FORWARD_END:
-            if not self._keeps(phase, group):
-                self._reshard(phase, group, actions)
+            self._reshard(phase, group, actions)
         elif event.kind is EventKind.GRADS_READY:
             self._reduce(group, actions)
         elif event.kind is EventKind.BACKWARD_END:
-            if self.spec_of(group).reshard_after_backward:
-                self._reshard(phase, group, actions)
+            self._reshard(phase, group, actions)
             if self.policy.backward_prefetch is BackwardPrefetch.POST:
                 self._prefetch(phase, group, ahead, actions)
         else:
@@ -76,13 +74,12 @@ class Scheduler:
         actions: list[Action] = []
         for group in tuple(self.live):
             is_idle = phase is Phase.EVALUATION and group not in self.waited
-            if is_idle or not self._keeps(phase, group):
-                self._reshard(phase, group, actions)
+            self._reshard(phase, group, actions, is_idle)
         return tuple(actions)
 
     def _begin(self, phase: Phase, event: Event, ahead: Iterable[int], actions: list[Action]) -> None:
         group = event.group
-        needed = event.kind is not EventKind.BACKWARD_BEGIN or self.spec_of(group).unshard_in_backward
+        needed = self.spec_of(group).reads(event.kind)
         if needed and group not in self.live:
             self._issued += 1
             self.live[group] = self._issued
@@ -103,17 +100,11 @@ class Scheduler:
             actions.append(Action(ActionKind.STEP, tuple(self.unstepped)))
             self.unstepped.clear()
         for live in tuple(self.live):
-            if self.spec_of(live).reshard_after_backward:
-                self._reshard(Phase.BACKWARD, live, actions)
+            self._reshard(Phase.BACKWARD, live, actions)
 
-    def _keeps(self, phase: Phase, group: int) -> bool:
-        reshard = self.spec_of(group).reshard_after_forward
-        if reshard is None:
-            return phase is Phase.FORWARD and group in self.kept
-        return not reshard
-
-    def _reshard(self, phase: Phase, group: int, actions: list[Action]) -> None:
-        if group in self.live:
+    def _reshard(self, phase: Phase, group: int, actions: list[Action], is_idle: bool = False) -> None:
+        """Unless it is kept. is_idle: it was gathered for nothing."""
+        if group in self.live and (is_idle or not self.spec_of(group).keeps(phase, group in self.kept)):
             self._landed.add(self.live.pop(group))
             self.waited.discard(group)
             post_forward = phase is Phase.FORWARD and self.spec_of(group).smaller_world
