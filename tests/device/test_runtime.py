@@ -26,7 +26,7 @@ from tests.device.cases import KINDS, OTHERS, is_supported, on_cpu, setting
 from tests.device.ranks import Job
 from tests.device.sim import Device
 from tests.pure.test_streams import NoRule1, NoRule2, NoRule4, NoRule6, NoRule6Either, NoRule7
-from tests.ranks.pool import run_ranks, start_server
+from tests.ranks.pool import on_ranks, run_ranks, start_server
 
 MODELS = 5
 # What the tests see, not what the package does: minutes of both cores.
@@ -375,16 +375,12 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def coming_to_a_save(rank, world):
-    """What torch does with tensors meanwhile."""
+@on_ranks(2)
+def test_ranks_come_to_a_save_without_a_tensor():
     with Operations() as operations:
         ranks().arrive("save(step=0)")
         ranks().arrive("async_save(step=1)")
-    return operations.seen
-
-
-def test_ranks_come_to_a_save_without_a_tensor():
-    assert run_ranks(2, coming_to_a_save) == [[], []]
+    assert operations.seen == []
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from shardwright.errors import InputError
 from shardwright.hf.arguments import OPTIMIZERS, REFUSED, check_arguments
 from tests.hf import models
 from tests.hf.test_trainer import Sharded, Whole, arguments, as_torchrun, data, figures, heldout
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager", "torch_compile_mode": "default"}
 # Trained by Trainer in one process and by ShardedTrainer on two ranks: figures and evaluation are equal.
@@ -192,10 +192,11 @@ def test_optimizers_that_were_not_compared_are_refused_by_name(tmp_path):
         )
 
 
-def named(rank, world):
-    model = fully_shard(torch.nn.Linear(2, 2))
-    return model._get_name(), isinstance(model, FSDPModule), repr(model).partition("(")[0]
-
-
+@on_ranks(1)
 def test_a_sharded_module_is_called_by_its_own_name():
-    assert run_ranks(1, named) == [("Linear", True, "Linear")]
+    model = fully_shard(torch.nn.Linear(2, 2))
+    assert (model._get_name(), isinstance(model, FSDPModule), repr(model).partition("(")[0]) == (
+        "Linear",
+        True,
+        "Linear",
+    )

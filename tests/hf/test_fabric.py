@@ -292,19 +292,16 @@ class Blocks(nn.Module):
         return x
 
 
-def groups_by_default(rank, world, package):
+@PACKAGES
+@on_ranks(2)
+def test_the_default_strategy_groups_by_blocks_and_a_model_without_any_is_one_group(rank, world, package):
     fabric = launched(rank, world, package=package)
     model = fabric.setup_module(Blocks())
     names = [group.name for group in model.module._unit().runtime.groups]
     with pytest.warns(UserWarning, match="nothing in Linear says how to group it"):
         alone = fabric.setup_module(nn.Linear(4, 4))
-    return names, len(alone.module._unit().runtime.groups)
-
-
-@PACKAGES
-def test_the_default_strategy_groups_by_blocks_and_a_model_without_any_is_one_group(package):
-    for names, alone in run_ranks(2, groups_by_default, package):
-        assert (names, alone) == (["blocks.0", "blocks.1", "blocks.2"], 1)
+    alone = len(alone.module._unit().runtime.groups)
+    assert (names, alone) == (["blocks.0", "blocks.1", "blocks.2"], 1)
 
 
 class Missing:

@@ -135,14 +135,11 @@ def test_uneven_training_data_train_as_one_process_does(rank, world):
     assert_same(ours.model, theirs.model)
 
 
-def on_two_axes(rank, world):
+@on_ranks(4)
+def test_ranks_of_a_two_dimensional_mesh_go_together(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     data = range(5 if rank else 3)
-    return len(list(lockstep(data, "stop", mesh))), len(list(lockstep(data, "pad", mesh)))
-
-
-def test_ranks_of_a_two_dimensional_mesh_go_together():
-    assert run_ranks(4, on_two_axes) == [(3, 5)] * 4
+    assert (len(list(lockstep(data, "stop", mesh))), len(list(lockstep(data, "pad", mesh)))) == (3, 5)
 
 
 @on_ranks(2)

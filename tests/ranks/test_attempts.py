@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwright import fully_shard, set_transport
 from shardwright.transport.attempt import Attempt
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 
 def meet(*attempts: Attempt) -> None:
@@ -83,7 +83,10 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), int(size.split()[1]) >> 20
 
 
-def lives(rank, world, folder, transport):
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+@on_ranks(2)
+def test_leaving_and_making_the_default_group_again_leaves_nothing(rank, world, tmp_path, transport):
+    folder = str(tmp_path)
     set_transport(transport)
     found = []
     for life in range(6):
@@ -97,12 +100,6 @@ def lives(rank, world, folder, transport):
         dist.barrier()
         del model, store
         found.append(held())
-    return found
-
-
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
-def test_leaving_and_making_the_default_group_again_leaves_nothing(tmp_path, transport):
-    for found in run_ranks(2, lives, str(tmp_path), transport):
-        descriptors, gibibytes = zip(*found[1:], strict=True)
-        assert descriptors[-1] <= descriptors[0] + 1, found  # one that is on its way out; each life took nine
-        assert max(gibibytes) - min(gibibytes) <= 1, found  # a segment has 64
+    descriptors, gibibytes = zip(*found[1:], strict=True)
+    assert descriptors[-1] <= descriptors[0] + 1, found  # one that is on its way out; each life took nine
+    assert max(gibibytes) - min(gibibytes) <= 1, found  # a segment has 64

@@ -316,20 +316,18 @@ def test_without_the_coder_it_is_refused_with_the_line_that_installs_it():
             shard(SchedulePolicy(wire=wire))
 
 
-def told(rank, world):
+@on_ranks(2)
+def test_ranks_that_share_memory_keep_no_copies_and_say_why(rank):
     set_transport("auto")
     model = shard(DIFFERENCE)
     loss_of(model, rank, 0)
-    return explain(model).groups[0].changed
+    changed = explain(model).groups[0].changed
+    assert any("its ranks share memory" in line for line in changed)
 
 
-def test_ranks_that_share_memory_keep_no_copies_and_say_why():
-    for changed in run_ranks(2, told):
-        assert any("its ranks share memory" in line for line in changed)
-
-
-def bereft(rank, world):
-    """Rank 1 loses what it has kept of one group; what each rank is told."""
+@on_ranks(2)
+def test_a_rank_that_has_lost_its_copy_computes_nothing_and_says_whose_and_what_to_do(rank):
+    """Rank 1 loses what it has kept of one group."""
     set_transport("sockets")
     training = Training(rank, DIFFERENCE)
     training.step()
@@ -338,13 +336,9 @@ def bereft(rank, world):
         segment.kept.versions.clear()
     with pytest.raises(CommError) as caught:
         training.step()
-    return str(caught.value)
-
-
-def test_a_rank_that_has_lost_its_copy_computes_nothing_and_says_whose_and_what_to_do():
-    for text in run_ranks(2, bereft):
-        assert "rank 0 in 'all-gather blocks.0 and 3 more, to head' can't be used" in text
-        assert "since number" in text and 'wire="plain"' in text
+    text = str(caught.value)
+    assert "rank 0 in 'all-gather blocks.0 and 3 more, to head' can't be used" in text
+    assert "since number" in text and 'wire="plain"' in text
 
 
 def killed(rank, world):

@@ -56,7 +56,8 @@ def test_adafactor_over_shards_steps_as_one_process_and_its_state_is_loaded_agai
     assert max(run_ranks(world, adafactor, shape)) < 1e-6
 
 
-def adafactor_in_its_own_order(rank, world):
+@on_ranks(2)
+def test_adafactor_steps_each_parameter_by_name_where_a_rank_lists_them_in_another_order(rank, world):
     torch.manual_seed(1)
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     whole = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -66,11 +67,7 @@ def adafactor_in_its_own_order(rank, world):
         torch.optim.Adafactor(params[::-1] if rank else params, lr=0.05),
         torch.optim.Adafactor(whole.parameters(), lr=0.05),
     ]
-    return step_both(model, whole, make, rank, world)
-
-
-def test_adafactor_steps_each_parameter_by_name_where_a_rank_lists_them_in_another_order():
-    assert max(run_ranks(2, adafactor_in_its_own_order)) < 1e-6
+    assert step_both(model, whole, make, rank, world) < 1e-6
 
 
 def muon(rank, world):
@@ -104,14 +101,11 @@ def test_torchs_optimizer_in_the_backward_is_refused_with_ours_named(first):
         model(torch.randn(4, 8)).sum().backward()
 
 
-def replicated(rank, world):
+@on_ranks(2)
+def test_replicate_around_sharded_parts_averages_the_rest_as_in_torch(rank, world):
     model = build()
     whole = build()
     fully_shard(model[0])
     replicate(model)
     optimizers = [torch.optim.Adam(m.parameters(), 0.05) for m in (model, whole)]
-    return step_both(model, whole, optimizers, rank, world)
-
-
-def test_replicate_around_sharded_parts_averages_the_rest_as_in_torch():
-    assert max(run_ranks(2, replicated)) < 1e-6
+    assert step_both(model, whole, optimizers, rank, world) < 1e-6

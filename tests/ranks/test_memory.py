@@ -31,7 +31,7 @@ from shardwright.transport.recorder import clock
 from shardwright.wrapper import FSDP
 from tests.ranks.live import LiveStorages, storages_here
 from tests.ranks.planned import MODELS, loss_of
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.predicted import Rank, live_bytes
 from tests.ranks.scripts import run_scripts
 
@@ -102,7 +102,33 @@ class Inside(nn.Module):
         return x
 
 
-def activations(rank, world):
+@on_ranks(2)
+def test_the_page_of_a_step_has_memory_by_category():
+    """In the middle of a forward; in MiB."""
+    held_memory.PAUSE = 0  # ask the allocator at every event
+    seen = []
+    look = Inside(lambda: seen.append((clock(), model.memory())))
+    model = nn.Sequential(Keeps(8), Keeps(24), look, Keeps(4), nn.Linear(4, 4 * MIB // 16))
+    fully_shard(model, groups=[["0"], ["1"], ["3"], ["4"]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        step(model, torch.ones(4, 4))
+        optimizer.step()
+        optimizer.zero_grad()
+    at, report = seen[-1]
+    level = [each for each in levels(ring()) if each.at <= at][-1]
+    page = {name: nbytes / MIB for name, nbytes in level.nbytes.items()}
+    counted = {str(name): nbytes / MIB for name, nbytes in report.by_category.items()}
+    assert page["states"] == counted["states"] > 6
+    assert page["unsharded"] == counted["unsharded"]
+    assert page["gradients"] == counted["gradients"] == 0
+    assert page["activations"] == pytest.approx(counted["activations"], abs=2)
+    assert page["activations"] > 30
+    assert page["other"] == pytest.approx(counted["other"], abs=2)
+
+
+@on_ranks(2)
+def test_activations_are_booked_to_the_group_whose_forward_keeps_them(rank):
     seen = []
     model = nn.Sequential(Keeps(8), Keeps(24), Inside(lambda: seen.append(model.memory())), Keeps(4))
     fully_shard(model, groups=[["0"], ["1"], ["3"]])
@@ -117,69 +143,34 @@ def activations(rank, world):
     amounts = {(a.category, a.group): a.nbytes for a in whole.amounts}
     kept = [amounts.get((Category.ACTIVATIONS, name), 0) / MIB for name in ("0", "1", "3")]
     last = log.moments[-1][1].by_category[Category.ACTIVATIONS]
-    page = f"memory{rank}.html"
-    log.save(page)
+    path = Path(f"memory{rank}.html")
+    log.save(str(path))
     by_group = log.drawing(by="group").coloured
-    text = Path(page).read_text()
-    os.unlink(page)
+    page = path.read_text()
+    path.unlink()
     after = model.memory().by_category[Category.ACTIVATIONS]
-    return kept, seen[-2].by_category[Category.ACTIVATIONS] / MIB, last, after, str(log), text, by_group
+    inside, text = seen[-2].by_category[Category.ACTIVATIONS] / MIB, str(log)
+    assert kept == [pytest.approx(mib, rel=0.05) for mib in (8, 24, 4)]
+    assert inside == pytest.approx(32, rel=0.05)  # model.memory(), in the middle of a forward
+    assert last < MIB and not after
+    assert {name for name, _ in by_group} == {"0", "1", "3", NO_GROUP}
+    assert len({colour for _, colour in by_group}) == 4
+    rows = {line.split()[0] for line in text.splitlines()[1:]}
+    assert {"MiB", "0", "1", "3", "all", NO_GROUP.split()[0]} <= rows, text
+    data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+    assert [name for name, _ in data["categories"]] == list(Category)
+    held = [sum(nbytes) for _, nbytes, _ in data["levels"]]
+    assert max(held) > 36 * MIB and any("the backward of 1" in label for _, _, label in data["levels"])
 
 
-def drawn(rank, world):
-    """What the page of a step says in the middle of a forward, and what is counted there; in MiB."""
-    held_memory.PAUSE = 0  # ask the allocator at every event
-    seen = []
-    look = Inside(lambda: seen.append((clock(), model.memory())))
-    model = nn.Sequential(Keeps(8), Keeps(24), look, Keeps(4), nn.Linear(4, 4 * MIB // 16))
-    fully_shard(model, groups=[["0"], ["1"], ["3"], ["4"]])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(4):
-        step(model, torch.ones(4, 4))
-        optimizer.step()
-        optimizer.zero_grad()
-    at, report = seen[-1]
-    level = [each for each in levels(ring()) if each.at <= at][-1]
-    of_page = {name: nbytes / MIB for name, nbytes in level.nbytes.items()}
-    return of_page, {str(name): nbytes / MIB for name, nbytes in report.by_category.items()}
-
-
-def test_the_page_of_a_step_has_memory_by_category():
-    for page, counted in run_ranks(2, drawn):
-        assert page["states"] == counted["states"] > 6
-        assert page["unsharded"] == counted["unsharded"]
-        assert page["gradients"] == counted["gradients"] == 0
-        assert page["activations"] == pytest.approx(counted["activations"], abs=2)
-        assert page["activations"] > 30
-        assert page["other"] == pytest.approx(counted["other"], abs=2)
-
-
-def test_activations_are_booked_to_the_group_whose_forward_keeps_them():
-    for kept, inside, last, after, text, page, by_group in run_ranks(2, activations):
-        assert kept == [pytest.approx(mib, rel=0.05) for mib in (8, 24, 4)]
-        assert inside == pytest.approx(32, rel=0.05)  # model.memory(), in the middle of a forward
-        assert last < MIB and not after
-        assert {name for name, _ in by_group} == {"0", "1", "3", NO_GROUP}
-        assert len({colour for _, colour in by_group}) == 4
-        rows = {line.split()[0] for line in text.splitlines()[1:]}
-        assert {"MiB", "0", "1", "3", "all", NO_GROUP.split()[0]} <= rows, text
-        data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
-        assert [name for name, _ in data["categories"]] == list(Category)
-        held = [sum(nbytes) for _, nbytes, _ in data["levels"]]
-        assert max(held) > 36 * MIB and any("the backward of 1" in label for _, _, label in data["levels"])
-
-
-def too_early(rank, world):
+@on_ranks(1)
+def test_a_recording_is_entered_between_steps_and_ends_with_its_block():
     model = fully_shard(nn.Sequential(Inside(lambda: model.record_memory().__enter__()), nn.Linear(2, 2)))
     with pytest.raises(StageError, match="between steps"):
         model(torch.ones(1, 2))
     with pytest.raises(StageError), model.record_memory():
         raise StageError("of a step")
-    return len(model._unit().runtime.executor.memory.watchers)
-
-
-def test_a_recording_is_entered_between_steps_and_ends_with_its_block():
-    assert run_ranks(1, too_early) == [0]
+    assert len(model._unit().runtime.executor.memory.watchers) == 0
 
 
 # ---- out of memory

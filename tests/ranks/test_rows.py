@@ -14,7 +14,7 @@ from shardwright.engine.unit import unit_of
 from shardwright.policy import Agreement
 from shardwright.schedule.check import check
 from tests.ranks.models import Run
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 VOCAB, WIDTH = 211, 6
 DENSE, ROWS = (SchedulePolicy(bucket_cap_mb=0, row_wise=row_wise) for row_wise in (False, True))
@@ -226,8 +226,8 @@ def test_zeros_of_either_sign_infinities_and_nan_come_out_the_same():
     assert sum(count for _, count in rows) > 0
 
 
-def fallbacks(rank, world):
-    """What is said of lookups that can't, and how often."""
+@on_ranks(2)
+def test_a_lookup_that_must_move_whole_says_why_once(rank):
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -245,14 +245,9 @@ def fallbacks(rank, world):
         train(model, Run.of(model), rank, steps=1)
         group = unit_of(model).runtime.groups[0]
         assert group.gatherer.rows is None and group.gatherer.unmet[0] in str(explain(model))
-    return lines
-
-
-def test_a_lookup_that_must_move_whole_says_why_once():
-    for lines in run_ranks(2, fallbacks):
-        assert len(lines) == 3
-        for line, why in zip(lines, ("tied", "stays unsharded", "other parameters"), strict=True):
-            assert why in line
+    assert len(lines) == 3
+    for line, why in zip(lines, ("tied", "stays unsharded", "other parameters"), strict=True):
+        assert why in line
 
 
 def schedule_of(rank, world):

@@ -14,7 +14,7 @@ from shardwright.transport.channel import AxisChannel, compare
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.models import fresh_mesh
-from tests.ranks.pool import as_torchrun, free_port, run_ranks
+from tests.ranks.pool import as_torchrun, free_port, on_ranks, run_ranks
 
 LEFT_OUT = "left out"
 # The last one stands for NCCL alone: nothing in the default group moves tensors of the host.
@@ -73,7 +73,8 @@ ACCELERATORS = [
 ]
 
 
-def chosen(rank: int, world: int) -> list[str]:
+@on_ranks(1)
+def test_the_accelerator_is_taken_where_the_process_group_has_a_backend_of_its_own_for_it():
     found = []
     for accelerator, form, _ in ACCELERATORS:
         dist.destroy_process_group()
@@ -81,11 +82,7 @@ def chosen(rank: int, world: int) -> list[str]:
         device = None if accelerator is None else torch.device(accelerator)
         torch.accelerator.current_accelerator = lambda check_available=False, device=device: device
         found.append(mesh._default_device_type())
-    return found
-
-
-def test_the_accelerator_is_taken_where_the_process_group_has_a_backend_of_its_own_for_it():
-    assert run_ranks(1, chosen) == [[expected for _, _, expected in ACCELERATORS]]
+    assert found == [expected for _, _, expected in ACCELERATORS]
 
 
 @pytest.mark.each_case
@@ -111,18 +108,15 @@ def test_a_group_that_is_made_for_the_caller_has_the_hosts_backend_and_the_accel
     assert mesh.default_backend() == backend
 
 
-def limits(rank: int, world: int) -> list[float]:
+@on_ranks(1)
+def test_the_time_limit_of_a_group_is_that_of_its_own_backends():
     found = []
     for form in ("gloo", "cpu:gloo", "cpu:gloo,cuda:fake", "cuda:fake"):
         dist.destroy_process_group()
         store = dist.HashStore()
         dist.init_process_group(form, store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
         found.append(mesh.timeout_of(dist.group.WORLD).total_seconds())
-    return found
-
-
-def test_the_time_limit_of_a_group_is_that_of_its_own_backends():
-    assert run_ranks(1, limits) == [[77, 77, 77, mesh.TIMEOUT.total_seconds()]]  # "fake" has none of its own
+    assert found == [77, 77, 77, mesh.TIMEOUT.total_seconds()]  # "fake" has none of its own
 
 
 def communicators(rank: int, world: int) -> list[str]:
@@ -148,8 +142,9 @@ def test_an_axis_of_an_accelerator_has_one_communicator():
         assert made.count("fake") == 2
 
 
-def agree_beside_an_accelerator(rank: int, world: int) -> tuple[list[str], list[str]]:
-    """What travels on a transport like NCCL's (Gloo in its place), and what on the host's beside it."""
+@on_ranks(2)
+def test_words_that_ranks_agree_on_travel_from_host_to_host(rank, world):
+    """Gloo is in the place of an accelerator's transport."""
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
     comm = mesh.comm_of(None, "cuda")
     assert isinstance(comm, ProcessGroupComm)
@@ -169,11 +164,8 @@ def agree_beside_an_accelerator(rank: int, world: int) -> tuple[list[str], list[
     assert shares == [(1 + 2 * rank) / 4]
     (model(torch.ones(1, 4)).sum() * shares[0]).backward()
     assert comm.log.launched == 0
-    return [launch.key for launch in axis.comm.log.ring], [launch.key for launch in comm.host.log.ring]
-
-
-def test_words_that_ranks_agree_on_travel_from_host_to_host():
-    for on_device, on_host in run_ranks(2, agree_beside_an_accelerator):
-        assert on_device == ["all-gather Linear", "reduce-scatter Linear"]
-        assert {"lockstep", "compare models", "the weights of a step's losses"} <= set(on_host)
-        assert any(key.startswith("agreement") for key in on_host)
+    on_device = [launch.key for launch in axis.comm.log.ring]
+    on_host = [launch.key for launch in comm.host.log.ring]
+    assert on_device == ["all-gather Linear", "reduce-scatter Linear"]
+    assert {"lockstep", "compare models", "the weights of a step's losses"} <= set(on_host)
+    assert any(key.startswith("agreement") for key in on_host)

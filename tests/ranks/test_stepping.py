@@ -84,8 +84,10 @@ def test_a_parameter_steps_as_soon_as_its_reduction_has_landed(rank, world):
     assert left[-1] == 0
 
 
-def scheduled(rank, world, shape, agreement):
-    """The groups that the schedule and the trace of the third step name, by kind of event."""
+@pytest.mark.parametrize("agreement", ["strict", "off"])
+@pytest.mark.parametrize(("world", "shape"), [(2, None), (4, (2, 2))])
+@on_ranks()
+def test_the_schedule_says_where_each_group_steps_and_the_trace_that_it_did(rank, world, shape, agreement):
     mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
     model = shard_decoder(build(), fully_shard, mesh=mesh)
     policy = SchedulePolicy(bucket_cap_mb=0, max_reductions=1, agreement=agreement)
@@ -111,16 +113,10 @@ def scheduled(rank, world, shape, agreement):
     stepping.remove()
     loss_of(model, batches(3, world)[rank]).backward()
     assert "step" not in str(model.schedule())
-    return named[False], named[True], len(unit_of(model).runtime.groups)
-
-
-@pytest.mark.parametrize("agreement", ["strict", "off"])
-@pytest.mark.parametrize(("world", "shape"), [(2, None), (4, (2, 2))])
-def test_the_schedule_says_where_each_group_steps_and_the_trace_that_it_did(world, shape, agreement):
-    for early_ones, late_ones, num_groups in run_ranks(world, scheduled, shape, agreement):
-        assert sorted(early_ones + late_ones) == list(range(num_groups))
-        # Sums over copies of the model are complete at the end only; one reduction is in flight until then.
-        assert len(late_ones) == (1 if shape is None else num_groups)
+    early_ones, late_ones, num_groups = named[False], named[True], len(unit_of(model).runtime.groups)
+    assert sorted(early_ones + late_ones) == list(range(num_groups))
+    # Sums over copies of the model are complete at the end only; one reduction is in flight until then.
+    assert len(late_ones) == (1 if shape is None else num_groups)
 
 
 @on_ranks(2)

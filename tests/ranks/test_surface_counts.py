@@ -17,7 +17,7 @@ from shardwright.errors import StageError
 from shardwright.params.buffer import Buffer
 from shardwright.params.smaller_world import SmallerWorld
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
-from tests.ranks.pool import on_ranks, run_ranks
+from tests.ranks.pool import on_ranks
 from tests.ranks.routes import built, inputs
 
 GATHER = torch.ops.c10d._allgather_base_
@@ -140,8 +140,10 @@ def headed(shard: Callable, root: bool | None) -> nn.Module:
     return model
 
 
-def after_evaluations(rank, world, root):
-    """The all-gathers of each evaluation, with training in between."""
+@pytest.mark.each_case
+@pytest.mark.parametrize("root", [None, True])
+@on_ranks(2)
+def test_after_an_evaluation_the_root_and_what_is_to_stay_are_not_gathered_again(rank, root):
     found = []
     for shard in (fully_shard, torch_fully_shard):
         model = headed(shard, root)
@@ -167,14 +169,7 @@ def after_evaluations(rank, world, root):
     (ours, exact), (theirs, expected) = found
     assert ours == theirs
     assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(exact, expected, strict=True))
-    return ours
-
-
-@pytest.mark.each_case
-@pytest.mark.parametrize("root", [None, True])
-def test_after_an_evaluation_the_root_and_what_is_to_stay_are_not_gathered_again(root):
-    for counts in run_ranks(2, after_evaluations, root):
-        assert counts == ([4, 2, 2] * 3 if root is None else [4, 3, 3] * 3)
+    assert ours == ([4, 2, 2] * 3 if root is None else [4, 3, 3] * 3)
 
 
 @pytest.mark.each_case

@@ -26,7 +26,7 @@ from shardwright.transport import liveness
 from shardwright.transport.attempt import this_attempt
 from shardwright.transport.launches import process_state
 from tests.ranks.faults import CASES, built, compiles_long, step
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.scripts import Outcome, fault, run_scripts
 
 AT_ONCE = 4  # of two cores: with five a diagnosis may take longer than the ten seconds that are promised
@@ -119,21 +119,16 @@ def test_a_slow_rank_is_one_line_of_the_log_with_its_place(outcomes, name):
     assert re.search(r"rank 0 has waited .* for rank 1 \(rank 1: .* at .*faults.py:\d+ in", lines[0])
 
 
-def switched_off(rank, world):
+@on_ranks(2)
+def test_off_starts_nothing():
     set_watch(WatchPolicy(on=False))
     model = built()
     step(model)
-    return (
-        process_state.explain,
-        store_address() != "",
-        dist.distributed_c10d._get_default_store().check(["x"]),
-    )
-
-
-def test_off_starts_nothing():
-    for explain, has_store, _ in run_ranks(2, switched_off):
-        assert explain is None
-        assert has_store
+    explain = process_state.explain
+    has_store = store_address() != ""
+    dist.distributed_c10d._get_default_store().check(["x"])
+    assert explain is None
+    assert has_store
 
 
 def told_late(rank, world):
@@ -231,7 +226,9 @@ def test_a_time_limit_below_stall_s_is_said():
         assert "stall_s" in outcome.stderr
 
 
-def two_models(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_two_models_and_a_late_rank_go_on(rank):
     """Other groups, a second root, and a rank that was slow: nothing is left of the first wait."""
     first, second = built(), built()
     for _ in range(2):
@@ -240,12 +237,7 @@ def two_models(rank, world):
     if rank == 1:
         time.sleep(1.5)
     step(second)
-    return process_state.diagnosis is None and not process_state.waits
-
-
-@pytest.mark.slow
-def test_two_models_and_a_late_rank_go_on():
-    assert run_ranks(2, two_models) == [True, True]
+    assert process_state.diagnosis is None and not process_state.waits
 
 
 def ended_by_a_launcher(rank, world):

@@ -154,8 +154,15 @@ def compiled(blocks):
 KINDS = {kind.__name__: kind for kind in (nothing, tied, frozen, checkpointed, compiled)}
 
 
-def between(rank, world, reshard, kind):
-    """What a backward does after each of ``WRITES`` since its forward, here and in one process."""
+@pytest.mark.parametrize(
+    ("world", "reshard", "kind"),
+    [
+        *((world, reshard, "nothing") for world in (1, 2) for reshard in (None, True, False)),
+        *((2, reshard, kind) for kind in KINDS for reshard in (True, False) if kind != "nothing"),
+    ],
+)
+@on_ranks()
+def test_a_backward_after_a_change_of_weights_raises_where_one_process_does(rank, reshard, kind):
     found = {}
     for name, write in WRITES.items():
         models = ours, whole = model_of(reshard, kind=kind), model_of(WHOLE, kind=kind)
@@ -180,24 +187,12 @@ def between(rank, world, reshard, kind):
                 if other.grad is not None:
                     assert torch.allclose(full(mine.grad), other.grad, atol=1e-6), (name, rank)
         found[name] = outcomes
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world", "reshard", "kind"),
-    [
-        *((world, reshard, "nothing") for world in (1, 2) for reshard in (None, True, False)),
-        *((2, reshard, kind) for kind in KINDS for reshard in (True, False) if kind != "nothing"),
-    ],
-)
-def test_a_backward_after_a_change_of_weights_raises_where_one_process_does(world, reshard, kind):
-    for found in run_ranks(world, between, reshard, kind):
-        assert {name: ours for name, (ours, _) in found.items()} == {
-            name: whole for name, (_, whole) in found.items()
-        }
-        if kind == "nothing":
-            raises = {name for name, (_, whole) in found.items() if whole == "raises"}
-            assert raises == {"step", "load", "one_in_place", "edited"}
+    assert {name: ours for name, (ours, _) in found.items()} == {
+        name: whole for name, (_, whole) in found.items()
+    }
+    if kind == "nothing":
+        raises = {name for name, (_, whole) in found.items() if whole == "raises"}
+        assert raises == {"step", "load", "one_in_place", "edited"}
 
 
 @on_ranks(2)
