@@ -119,8 +119,8 @@ def beside_one_process(rank: int, world: int, name: str, transport: str) -> None
 
 
 def trained(name: str, number: int, rank: int, place: Any) -> list[torch.Tensor]:
-    """Losses, gradients and shards of this rank, without ``look``. place: as of tests/device/cases.py."""
-    case, seen, world = CASES[name], [], dist.get_world_size()
+    """Losses, gradients and shards of this rank in two steps. place: as of tests/device/cases.py."""
+    case, seen, world = CASES[name]._replace(steps=2), [], dist.get_world_size()
     with _disable_current_modes():
         model = made(case)
         inputs = [case.inputs(number, world).clone() for number in range(case.steps * case.micros)]
@@ -523,7 +523,12 @@ CASES: dict[str, Case] = {
     "cut on the last dim": decoder(
         build, on_the_last_dim, on(1, 2, 3, 4) + on(3, transports=TRANSPORTS[1:]), look=collected
     ),
-    "a scalar alone": Case(Scaled, layer_alone, on(2, transports=TRANSPORTS), inputs=vectors(2, 6)),
+    **{
+        f"a scalar alone over {each}": Case(
+            Scaled, layer_alone, on(2, transports=[each]), inputs=vectors(2, 6)
+        )
+        for each in TRANSPORTS
+    },
     "channels last and strided": Case(Formats, on_channels, on(1, 2, 3, 4), inputs=vectors(2, 3, 6, 6)),
     **{
         f"{copies} copies of {shards} shards": decoder(

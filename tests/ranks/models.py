@@ -60,6 +60,14 @@ def build(seed: int = 7, **kwargs) -> Decoder:
     return Decoder(**kwargs)
 
 
+def filled(value: float, width: int = 8) -> nn.Sequential:
+    """Two layers, all of whose parameters are one number."""
+    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 5))
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+    return model
+
+
 def batches(step: int, world: int, rows: int = 4) -> torch.Tensor:
     """Tokens of all ranks at a step: int64 [world, rows, 6]."""
     generator = torch.Generator().manual_seed(1000 + step)

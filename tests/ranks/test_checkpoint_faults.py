@@ -25,17 +25,11 @@ from shardwright.checkpoint.folder import find, read_manifest
 from shardwright.checkpoint.shardfile import Item
 from shardwright.checkpoint.writer import Writer
 from shardwright.errors import CheckpointError
+from tests.ranks.models import filled
 from tests.ranks.pool import run_ranks
 
 # The package has functions of these names.
 save_module, load_module = (sys.modules[f"shardwright.checkpoint.{name}"] for name in ("save", "load"))
-
-
-def build(fill: float, width: int = 8) -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 5))
-    for p in model.parameters():
-        nn.init.constant_(p, fill)
-    return model
 
 
 def values(model: nn.Module) -> set[float]:
@@ -44,12 +38,12 @@ def values(model: nn.Module) -> set[float]:
 
 def save_steps(rank: int, world: int, path: str, steps: tuple[int, ...]) -> None:
     for step in steps:
-        save(path, model=fully_shard(build(step)), step=step)
+        save(path, model=fully_shard(filled(step)), step=step)
 
 
 def load_failing(rank: int, world: int, path: str) -> tuple[str, float, bool]:
     """The error of a load, its seconds, and whether the model is as it was."""
-    model = fully_shard(build(-1.0))
+    model = fully_shard(filled(-1.0))
     begin = time.monotonic()
     try:
         load(path, model=model)
@@ -107,7 +101,7 @@ def test_an_empty_or_missing_folder_says_what_was_found(tmp_path: Path) -> None:
 
 def save_failing(rank: int, world: int, path: str, limit_rank: int) -> tuple[str, float]:
     """The error of a save of 2.5 MB, during which the files of one rank can't grow beyond 1 MB."""
-    model = fully_shard(build(2.0, width=50_000))
+    model = fully_shard(filled(2.0, width=50_000))
     if rank == limit_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
     begin = time.monotonic()
@@ -174,7 +168,7 @@ def test_a_second_writer_is_told_who_writes_and_harms_nothing(tmp_path: Path) ->
 
 def save_on_rank_0_only(rank: int, world: int, path: str) -> str:
     agree.ARRIVAL_TIMEOUT_S = 1.0
-    model = fully_shard(build(1.0))
+    model = fully_shard(filled(1.0))
     message = ""
     if rank == 0:
         try:
@@ -193,7 +187,7 @@ def test_a_save_that_not_all_ranks_enter_names_who_is_missing(tmp_path: Path) ->
 
 
 def die_before_the_save(rank: int, world: int, path: str) -> None:
-    model = fully_shard(build(1.0))
+    model = fully_shard(filled(1.0))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
@@ -212,7 +206,7 @@ def test_a_rank_that_ended_before_the_save_is_named_within_seconds(tmp_path: Pat
 
 
 def different(rank: int, world: int, path: str, where: str) -> str:
-    model = fully_shard(build(1.0))
+    model = fully_shard(filled(1.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + 0.1 * (where == "groups" and rank))
     own = "y" * 200 + f"ends with {rank}" + "y" * 200
     extras = {
@@ -267,7 +261,7 @@ def test_state_that_differs_between_ranks_is_named_with_the_values_of_both(
 def diverged(rank: int, world: int, path: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        save(path, model=fully_shard(build(1.0)), extra={"seen": torch.tensor(rank)}, step=1)
+        save(path, model=fully_shard(filled(1.0)), extra={"seen": torch.tensor(rank)}, step=1)
     return [str(each.message) for each in caught]
 
 
@@ -318,7 +312,7 @@ def save_without(rank: int, world: int, path: str, lost: str) -> str:
     if rank == 1:
         save_module.write_shard = losing
     with pytest.raises(CheckpointError) as caught:
-        save(path, model=fully_shard(build(2.0)), step=2)
+        save(path, model=fully_shard(filled(2.0)), step=2)
     return str(caught.value)
 
 
@@ -347,7 +341,7 @@ def save_to_a_slow_disk(rank: int, world: int, path: str) -> None:
         return write(file, items, pace)
 
     save_module.write_shard = slow
-    save(path, model=fully_shard(build(2.0)), step=2)
+    save(path, model=fully_shard(filled(2.0)), step=2)
 
 
 @pytest.mark.slow
@@ -358,7 +352,7 @@ def test_a_disk_slower_than_the_time_limit_of_every_group_is_waited_for(tmp_path
 
 def load_of_a_file_that_changes(rank: int, world: int, path: str) -> str:
     """The error of a load before whose copy one element of rank 1 changes in the file that was verified."""
-    model, allocated = fully_shard(build(-1.0)), load_module.allocated
+    model, allocated = fully_shard(filled(-1.0)), load_module.allocated
 
     def changing(targets):
         if rank == 1:
@@ -445,7 +439,7 @@ def save_and_die(path: str, step: int, call_number: int) -> bool:
     child = os.fork()
     if child == 0:
         kill_at(call_number)
-        save(path, model=build(float(step)), step=step, keep=2)
+        save(path, model=filled(float(step)), step=step, keep=2)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
@@ -455,13 +449,13 @@ def save_and_die(path: str, step: int, call_number: int) -> bool:
 def killed_everywhere(rank: int, world: int, path: str) -> int:
     """Save again and again, killed at the first change to the file system, at the second, ...; then load."""
     step, call_number = 1, 0
-    save(path, model=build(1.0), step=1, keep=2)
-    save(path, model=build(2.0), step=2, keep=2)
+    save(path, model=filled(1.0), step=1, keep=2)
+    save(path, model=filled(2.0), step=2, keep=2)
     last = 2
     for call_number in range(200):
         step = last + 1
         lived = save_and_die(path, step, call_number)
-        model = build(-1.0)
+        model = filled(-1.0)
         restored = load(path, model=model)
         assert restored.step in (last, step), f"killed at change {call_number}"
         assert {v for p in model.parameters() for v in p.detach().flatten().tolist()} == {
@@ -480,15 +474,15 @@ def test_a_kill_at_any_change_to_the_file_system_leaves_a_checkpoint_that_loads(
 
 
 def test_a_kill_just_before_latest_moves_does_not_stop_the_next_save(tmp_path: Path) -> None:
-    save(tmp_path, model=build(1.0), step=1)
+    save(tmp_path, model=filled(1.0), step=1)
     (tmp_path / ".torn-latest").write_text("step-000001\n")
-    save(tmp_path, model=build(2.0), step=2)
+    save(tmp_path, model=filled(2.0), step=2)
     assert find(tmp_path) == (tmp_path / "step-000002", ())
     assert not list(tmp_path.glob(".torn-*"))
 
 
 def one_dies(rank: int, world: int, path: str, call_number: int) -> None:
-    model = fully_shard(build(2.0))
+    model = fully_shard(filled(2.0))
     begin = time.monotonic()
     if rank == 1:
         kill_at(call_number)
@@ -526,7 +520,7 @@ class Runs:
 
 def one_speaks_falsely(rank: int, world: int, path: str) -> str:
     """Rank 1 sends a pickle that runs code, where ranks tell each other how a save begins."""
-    model = fully_shard(build(2.0))
+    model = fully_shard(filled(2.0))
     if rank == 1:
         agree.json = SimpleNamespace(dumps=lambda value: Runs(f"{path}/ran"), loads=json.loads)
     try:

@@ -6,22 +6,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from shardwright import fully_shard
 from shardwright.checkpoint import async_save, load, save
 from shardwright.checkpoint.folder import find, step_folders
 from shardwright.errors import CheckpointError
+from tests.ranks.models import filled
 from tests.ranks.scripts import run_scripts
 
 STEPS = 12
-
-
-def build(value: float) -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 500), nn.Linear(500, 5))
-    for p in model.parameters():
-        nn.init.constant_(p, value)
-    return model
+build = partial(filled, width=500)
 
 
 def one_of_two_jobs(path: str, number: int, rank: int, world: int) -> None:

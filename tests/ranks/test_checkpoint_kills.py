@@ -10,16 +10,17 @@ import random
 import signal
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from shardwright import fully_shard
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.folder import find
 from shardwright.errors import CheckpointError
+from tests.ranks.models import filled
 from tests.ranks.pool import run_ranks
 
 NUM_KILLS = int(os.environ.get("SHARDWRIGHT_NUM_KILLS", "8"))
@@ -35,11 +36,7 @@ class Kill:
     after_s: float
 
 
-def build(fill: float) -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 40_000), nn.Linear(40_000, 5))
-    for p in model.parameters():
-        nn.init.constant_(p, fill)
-    return model
+build = partial(filled, width=40_000)
 
 
 def kill_after(delay_s: float) -> None:

@@ -20,8 +20,9 @@ from shardwright.checkpoint.folder import complete_steps, find, read_manifest
 from shardwright.checkpoint.format import dumps
 from shardwright.checkpoint.storage import LocalStorage
 from shardwright.errors import CheckpointError, UnreadError
+from tests.ranks.models import filled
 from tests.ranks.pool import run_ranks
-from tests.ranks.test_checkpoint_faults import build, load_module, save_steps
+from tests.ranks.test_checkpoint_faults import load_module, save_steps
 from tests.ranks.test_checkpoint_random import disk_of
 
 
@@ -35,7 +36,7 @@ def save_all(
     path: Path, steps: list[int], model: nn.Module | None = None, keep: int | None = None
 ) -> nn.Module:
     """Save each step, of weights that are its number."""
-    model = model or build(0.0)
+    model = model or filled(0.0)
     for step in steps:
         for p in model.parameters():
             nn.init.constant_(p, float(step))
@@ -91,7 +92,7 @@ def test_what_cant_be_removed_stays_and_every_later_save_succeeds(tmp_path: Path
             save_all(runs, [3, 4, 5], model, keep=2)
         assert [n for n in names(runs) if n > "step-000003"] == ["step-000004", "step-000005"]
         assert "step-000002" not in names(runs)
-        assert load(runs, model=build(-1.0)).step == 5
+        assert load(runs, model=filled(-1.0)).step == 5
         if made is as_a_link:  # the link is removed, and what it leads to is somebody's
             assert names(runs) == ["step-000004", "step-000005"]
             assert (tmp_path / "elsewhere" / "manifest.json").is_file()
@@ -140,7 +141,7 @@ def test_a_checkpoint_that_cant_be_read_now_is_neither_removed_nor_counted(
 
 def test_a_run_that_goes_back_leaves_the_newer_ones_behind(tmp_path: Path) -> None:
     save_all(tmp_path, [100, 200, 300])
-    model = build(0.0)
+    model = filled(0.0)
     load(tmp_path / "step-000100", model=model)
     assert latest(tmp_path) == tmp_path / "step-000300"  # nothing was saved yet
     with pytest.warns(UserWarning, match="doesn't go on from step-000200, step-000300: they stay"):
@@ -164,7 +165,7 @@ def test_a_run_that_goes_back_leaves_the_newer_ones_behind(tmp_path: Path) -> No
 
 def test_a_damaged_latest_falls_back_on_its_own_line(tmp_path: Path) -> None:
     save_all(tmp_path, [100, 200, 300])
-    model = build(0.0)
+    model = filled(0.0)
     load(tmp_path / "step-000100", model=model)
     save_all(tmp_path, [110, 120], model)
     file = next((tmp_path / "step-000120").glob("*.safetensors"))
@@ -182,7 +183,7 @@ def test_a_damaged_latest_falls_back_on_its_own_line(tmp_path: Path) -> None:
 @pytest.mark.each_case
 def test_a_kill_of_the_first_save_of_a_line_loses_no_step(tmp_path: Path, moment: str) -> None:
     save_all(tmp_path, [100, 200, 300])
-    model = build(0.0)
+    model = filled(0.0)
     load(tmp_path / "step-000100", model=model)
     if os.fork() == 0:
         named = LocalStorage.name_latest
@@ -208,7 +209,7 @@ def test_checkpoints_of_a_release_that_names_no_ancestors_are_one_line(tmp_path:
         state = {key: value for key, value in manifest.state.items() if key != "line"}
         (folder / "manifest.json").write_text(dumps(replace(manifest, state=state)))
     assert complete_steps(tmp_path) == [300, 200, 100]
-    model = build(0.0)
+    model = filled(0.0)
     load(tmp_path, model=model)
     save_all(tmp_path, [400], model, keep=2)
     assert names(tmp_path) == ["step-000300", "step-000400"]
@@ -269,7 +270,7 @@ def test_a_checkpoint_that_a_save_removes_while_it_is_loaded_is_the_next_one(
         return prepare(found, *rest)
 
     monkeypatch.setattr(load_module, "_prepare", removed_meanwhile)
-    assert load(tmp_path, model=build(-1.0)).step == 2
+    assert load(tmp_path, model=filled(-1.0)).step == 2
     assert opened == ["step-000001", "step-000002"]
 
 
@@ -289,9 +290,9 @@ def passing_error(times: int, monkeypatch) -> None:
 def test_a_passing_error_of_a_disk_is_no_damage(tmp_path: Path, monkeypatch) -> None:
     save_all(tmp_path, [1, 2])
     passing_error(2, monkeypatch)
-    assert load(tmp_path, model=build(-1.0)).step == 2
+    assert load(tmp_path, model=filled(-1.0)).step == 2
     passing_error(100, monkeypatch)
-    model = build(-1.0)
+    model = filled(-1.0)
     with pytest.raises(UnreadError, match="Input/output error"):
         load(tmp_path, model=model)
     assert number(model) == -1.0
@@ -318,8 +319,8 @@ class Counter:
 def extra_fails(rank: int, world: int, path: str) -> tuple[str, float, int]:
     saved = Counter()
     saved.value = 3
-    save(path, model=fully_shard(build(1.0)), extra={"first": saved, "second": saved}, step=1)
-    model, first = fully_shard(build(-1.0)), Counter()
+    save(path, model=fully_shard(filled(1.0)), extra={"first": saved, "second": saved}, step=1)
+    model, first = fully_shard(filled(-1.0)), Counter()
     with pytest.raises(CheckpointError) as caught:
         load(path, model=model, extra={"first": first, "second": Counter(fails=rank == 1)})
     with torch.no_grad():
@@ -345,7 +346,7 @@ def test_small_state_of_a_newer_release_is_refused_before_any_weight_is_touched(
     manifest = read_manifest(tmp_path / "step-000001")
     state = {**manifest.state, "extra": {"new": {"$quaternion": [1, 2, 3, 4]}}}
     (tmp_path / "step-000001" / "manifest.json").write_text(dumps(replace(manifest, state=state)))
-    model = build(-1.0)
+    model = filled(-1.0)
     with pytest.raises(CheckpointError, match=r"tagged '.quaternion', which this release does not know"):
         load(tmp_path, model=model)
     assert number(model) == -1.0
@@ -353,7 +354,7 @@ def test_small_state_of_a_newer_release_is_refused_before_any_weight_is_touched(
 
 def test_two_ranks_find_what_one_saved_after_it_went_back(tmp_path: Path) -> None:
     run_ranks(2, save_steps, str(tmp_path), (1, 2, 3))
-    model = build(0.0)
+    model = filled(0.0)
     load(tmp_path / "step-000001", model=model)
     save_all(tmp_path, [2], model, keep=1)
     assert names(tmp_path) == ["left-step-000002", "step-000002", "step-000003"]

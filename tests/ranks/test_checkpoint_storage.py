@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from shardwright.storage import location_of
 from shardwright.train.config import DataConfig
 from shardwright.train.data import read_corpus
 from tests.buckets import SCHEMES, Bucket, server
+from tests.ranks.models import filled
 from tests.ranks.pool import run_ranks
 
 
@@ -48,11 +50,7 @@ def bucket(
     return Bucket(url, tmp_path / "cache", tmp_path / "log", environment)
 
 
-def build(fill: float) -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 5))
-    for p in model.parameters():
-        nn.init.constant_(p, fill)
-    return model
+build = partial(filled, width=300)
 
 
 def values(model: nn.Module) -> set[float]:

@@ -10,8 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from shardwright import fully_shard
 from shardwright.wrapper import FSDP, ModuleWrapPolicy, OptimStateKeyType, StateDictType, TrainingState
-from tests.ranks.models import Block, batches, build, full, loss_of, shard_decoder
+from tests.ranks.models import Block, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import on_ranks
+from tests.ranks.wrapped import same_state
 
 
 def checkpointed(model, *classes):
@@ -29,12 +30,6 @@ WAYS = {
     "inside": lambda model, **options: by_block(checkpointed(model, nn.Linear), **options),
     "between": lambda model, **options: FSDP(checkpointed(model, Block), **options),
 }
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(full(one[name]), full(other[name])), name
 
 
 def stepped(model, tokens):
@@ -59,7 +54,7 @@ def test_a_checkpoint_wrapper_changes_no_name_no_number_and_no_method(rank, worl
         optimizer = stepped(model, tokens)
         assert model.training_state is TrainingState.IDLE
         assert {each.training_state for each in FSDP.fsdp_modules(model)} == {TrainingState.IDLE}
-        same(model.state_dict(), expected)
+        same_state(model.state_dict(), expected)
         with FSDP.summon_full_params(model, writeback=False):
             assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
             shapes = sorted(tuple(p.shape) for p in model.parameters())
@@ -73,17 +68,17 @@ def test_a_checkpoint_wrapper_changes_no_name_no_number_and_no_method(rank, worl
             unwrapped.load_state_dict(model.state_dict())
             for each in (model, other, unwrapped):
                 FSDP.set_state_dict_type(each, StateDictType.FULL_STATE_DICT)
-            same(other.state_dict(), expected)
-            same(unwrapped.state_dict(), expected)
+            same_state(other.state_dict(), expected)
+            same_state(unwrapped.state_dict(), expected)
         other = way(build(1), **options)
         other.load_state_dict(build().state_dict())
-        same(other.state_dict(), build().state_dict())
+        same_state(other.state_dict(), build().state_dict())
         build().load_state_dict(model.state_dict())
         # The optimizer's state has the names of the model as it was, both ways.
         state = FSDP.optim_state_dict(model, optimizer)
         assert state["state"].keys() == expected_state["state"].keys()
         for name, entry in state["state"].items():
-            same(entry, expected_state["state"][name])
+            same_state(entry, expected_state["state"][name])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, expected_state))
         expected_optimizer.load_state_dict(
             FSDP.optim_state_dict_to_load(expected_model, expected_optimizer, state)
@@ -117,12 +112,12 @@ def test_plain_state_loads_where_checkpoint_wrappers_lie_around_or_inside_of_gro
     for way in ways:
         model = way(build(1))
         model.load_state_dict(expected)
-        same(model.state_dict(), expected)
+        same_state(model.state_dict(), expected)
         loss_of(model, tokens).backward()
         assert all(param.grad is not None for param in model.parameters())
         again = way(build(1))
         again.load_state_dict(model.state_dict())
-        same(again.state_dict(), expected)
+        same_state(again.state_dict(), expected)
 
 
 @pytest.mark.slow

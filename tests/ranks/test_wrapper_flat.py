@@ -12,10 +12,10 @@ from shardwright import checkpoint, full_state_dict
 from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
 from shardwright.wrapper import FSDP, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
-from tests.ranks.models import batches, build, full, loss_of
+from tests.ranks.models import batches, build, loss_of
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_wrapper_harness import MATRIX, NEVER_MOVED, trains
-from tests.ranks.wrapped import Transformer, beside_ddp, everything, nested, root_only
+from tests.ranks.wrapped import Transformer, beside_ddp, everything, nested, root_only, same_state, stepped
 
 FLAT = {"use_orig_params": False}
 
@@ -69,22 +69,7 @@ def test_every_strategy_mixed_precision_accumulation_and_copies_work_on_flat_par
         assert all(isinstance(p, DTensor) for p in twin.parameters())
         assert twin.head.weight.is_meta
         loss_of(twin, batches(0, world)[rank]).backward()
-    same(model.state_dict(), build().state_dict())
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(full(one[name]), full(other[name])), name
-
-
-def stepped(rank, world, seed=7, **options):
-    model = nested(build(seed), **options)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loss_of(model, batches(0, world)[rank]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
+    same_state(model.state_dict(), build().state_dict())
 
 
 @on_ranks(2, 3)
@@ -108,9 +93,9 @@ def test_states_go_between_flat_and_original_parameters_and_back(rank, world):
             found = FSDP.optim_state_dict(other, fresh)
             assert found["state"].keys() == entry["state"].keys()
             for name in entry["state"]:
-                same(found["state"][name], entry["state"][name])
+                same_state(found["state"][name], entry["state"][name])
             FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
-            same(other.state_dict(), whole)
+            same_state(other.state_dict(), whole)
             loss_of(other, batches(1, world)[rank]).backward()
             fresh.step()
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
@@ -123,9 +108,9 @@ def test_states_go_between_flat_and_original_parameters_and_back(rank, world):
         fresh = torch.optim.Adam(other.parameters(), lr=0.5)
         fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, entry))
         for one, two in zip(optimizer.state.values(), fresh.state.values(), strict=True):
-            same(one, two)
+            same_state(one, two)
     FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
-    same(other.state_dict(), whole)
+    same_state(other.state_dict(), whole)
     first = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
         found = model.state_dict()
@@ -142,14 +127,14 @@ def test_a_checkpoint_takes_flat_parameters_under_the_names_of_the_model(rank, w
         checkpoint.save(f"{folder}{place}", model=model, optimizer=optimizer, step=1)
         other, fresh = stepped(rank, world, 1, **theirs)
         checkpoint.load(f"{folder}{place}", model=other, optimizer=fresh)
-        same(other.state_dict(), model.state_dict())
+        same_state(other.state_dict(), model.state_dict())
         loss_of(other, batches(1, world)[rank]).backward()
         found, expected = (
             FSDP.full_optim_state_dict(m, o, rank0_only=False)["state"]
             for m, o in ((other, fresh), (model, optimizer))
         )
         for name in expected:
-            same(found[name], expected[name])
+            same_state(found[name], expected[name])
 
 
 @on_ranks(2)
@@ -168,7 +153,7 @@ def test_what_does_not_fit_a_flat_parameter_is_refused_by_name(rank, world):
         model.load_state_dict(wrong)
     with pytest.raises(RuntimeError, match=r"Unexpected key"):
         model.load_state_dict({**state, "head.extra": torch.zeros(2)})
-    same(model.state_dict(), before)
+    same_state(model.state_dict(), before)
     tied = build(tied=True)
     tied.embedding = FSDP(tied.embedding, **FLAT)
     with pytest.raises(InputError, match=r"'head.weight' is shared with 'Embedding', which was wrapped"):

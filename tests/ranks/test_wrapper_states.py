@@ -17,23 +17,7 @@ from shardwright.wrapper import (
 )
 from tests.ranks.models import batches, build, full, loss_of
 from tests.ranks.pool import on_ranks, run_ranks
-from tests.ranks.wrapped import nested
-
-
-def stepped(rank, world, seed=7):
-    """A wrapped model after one step of Adam, and its optimizer."""
-    model = nested(build(seed))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loss_of(model, batches(0, world)[rank]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(full(one[name]), full(other[name])), name
+from tests.ranks.wrapped import nested, same_state, stepped
 
 
 @on_ranks(2, 3)
@@ -55,21 +39,21 @@ def test_full_sharded_and_local_states_go_into_another_model(rank, world):
         if kind is StateDictType.LOCAL_STATE_DICT:
             assert state["head.weight"].shape == model.head.weight.to_local().shape
         FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
-        same(other.state_dict(), whole)
+        same_state(other.state_dict(), whole)
     assert FSDP.get_state_dict_type(model) == settings
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
         first = model.state_dict()
     if rank:
         assert first == {}
     else:
-        same(first, whole)
+        same_state(first, whole)
     with pytest.raises(InputError, match="FullStateDictConfig"):
         FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, FullStateDictConfig())
     tied = FSDP(build(tied=True))
     with torch.no_grad():
         tied.embedding.weight.zero_()
     tied.load_state_dict(build(tied=True).state_dict())
-    same(tied.state_dict(), build(tied=True).state_dict())
+    same_state(tied.state_dict(), build(tied=True).state_dict())
 
 
 @on_ranks(2)
@@ -86,7 +70,7 @@ def test_optimizer_states_by_name_go_into_another_optimizer_and_a_plain_one(rank
         assert fresh.param_groups[0]["lr"] == 0.01
         for ours, theirs in zip(optimizer.state.values(), fresh.state.values(), strict=True):
             assert isinstance(theirs["exp_avg"], DTensor)
-            same(ours, theirs)
+            same_state(ours, theirs)
     whole = exact[StateDictType.FULL_STATE_DICT]
     assert whole["state"]["head.weight"]["exp_avg"].shape == build().head.weight.shape
     plain = build()
@@ -150,9 +134,9 @@ def saved(rank, world, folder):
     other = nested(build(1))
     fresh = torch.optim.Adam(other.parameters(), lr=0.5)
     checkpoint.load(folder, model=other, optimizer=fresh)
-    same(other.state_dict(), model.state_dict())
+    same_state(other.state_dict(), model.state_dict())
     for ours, theirs in zip(optimizer.state.values(), fresh.state.values(), strict=True):
-        same(ours, theirs)
+        same_state(ours, theirs)
 
 
 def test_a_checkpoint_takes_a_wrapped_model_under_its_plain_names(tmp_path):
@@ -180,7 +164,7 @@ def test_meta_modules_are_made_ranks_are_made_equal_and_what_is_ignored_is_left(
     with torch.device("meta"), pytest.raises(InputError, match=r"no reset_parameters"):
         FSDP(build())
     apart = nested(build(rank), sync_module_states=True)
-    same(apart.state_dict(), build(0).state_dict())
+    same_state(apart.state_dict(), build(0).state_dict())
     own = build()
     kept = own.head.weight
     model = FSDP(own, ignored_modules=[own.blocks[0]], ignored_states=[kept])
@@ -209,6 +193,6 @@ def test_a_plain_module_around_wrappers_loads_what_it_saves():
             with FSDP.state_dict_type(other, kind), FSDP.state_dict_type(again, kind):
                 saved = {name: value.detach().clone() for name, value in other.state_dict().items()}
                 assert not any(again.load_state_dict(saved))
-            same(again.state_dict(), other.state_dict())
+            same_state(again.state_dict(), other.state_dict())
     assert not any(other.load_state_dict(whole))
-    same(other.state_dict(), whole)
+    same_state(other.state_dict(), whole)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.wrapper import FSDP, TrainingState, always_wrap_policy
-from tests.ranks.models import batches, full, loss_of
+from tests.ranks.models import batches, build, full, loss_of
 
 
 class Transformer(nn.Module):
@@ -124,3 +124,20 @@ def beside_ddp(
     assert found.keys() == expected.keys()
     for name, param in found.items():
         torch.testing.assert_close(param, expected[name].detach(), atol=2e-6, rtol=1e-5, msg=name)
+
+
+def stepped(rank, world, seed=7, **options):
+    """A wrapped model after one step of Adam, and its optimizer."""
+    model = nested(build(seed), **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, batches(0, world)[rank]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def same_state(one, other):
+    """Assert that two state dicts have the same names and the same whole values."""
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(full(one[name]), full(other[name])), name
