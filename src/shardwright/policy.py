@@ -198,9 +198,9 @@ class SchedulePolicy(_WithoutRemoved):
     ``FSDPModule.set_schedule_policy``, the same on all ranks.
 
     Args:
-        backward_prefetch: when the next group's all-gather is issued in the backward, a ``BackwardPrefetch``
-            or its value or name as text: before this group's backward (pre), after it (post), or when the
-            next group is needed (none).
+        backward_prefetch: when the next group's all-gather is issued in the backward: before this group's
+            backward (pre), after it (post), or when the next group is needed (none). A ``BackwardPrefetch``,
+            or its value or name as text.
         forward_prefetch: False issues each forward all-gather only when its group is needed.
         depth: how many groups ahead of the one in use are prefetched.
         budget_nbytes: bytes that prefetched groups may hold while they aren't in use yet; None: ``depth`` is
@@ -213,9 +213,9 @@ class SchedulePolicy(_WithoutRemoved):
         keep_last: how many of the groups that the backward needs first stay unsharded from the forward on, if
             their ``reshard_after_forward`` is None. This costs no more memory than their prefetch would.
         keep_nbytes: more groups stay unsharded, as long as all of them together take at most this many bytes.
-        bucket_cap_mb: MiB of small groups that share a collective with another group. Their all-gathers are
-            issued ahead of use, and their gradients are held back until the shared reduce-scatter. Groups
-            that share one count as one group in the other fields. 0 gives each group separate collectives.
+        bucket_cap_mb: MiB of small groups that share a collective with another group; 0: each has its own.
+            Their all-gathers are issued ahead of use, and their gradients are held back until the shared
+            reduce-scatter. Groups that share one count as one group in the other fields.
         ahead: phase ("forward" or "backward") -> group -> the groups to gather when it begins there, in
             order, instead of the next ``depth`` ones. Groups are named by the paths of their modules
             ("blocks.0", "norm+head"). Lists given to ``set_modules_to_forward_prefetch`` and
@@ -227,13 +227,13 @@ class SchedulePolicy(_WithoutRemoved):
         forget_after: with ``agreement="strict"``, a group that no rank has used for this many backwards
             leaves the schedule, so that its bytes are no longer moved. At its next use it is treated like a
             new group.
-        wire: what all-gathers over a network send, a ``Wire`` or its value or name as text: shards (plain),
-            what has changed of them (difference), or the faster one for the link (auto).
+        wire: what all-gathers over a network send: shards (plain), what has changed of them (difference), or
+            the faster one for the link (auto). A ``Wire``, or its value or name as text.
         wire_nbytes: bytes of host memory that the copies for ``wire`` may take on a rank; the first groups
             that fit get one. None: a quarter of the host's free memory, divided by its ranks. ``explain``
             shows their bytes, and which groups have none.
-        agreement: whether ranks agree on what they launch, an ``Agreement`` or its value or name as text;
-            off: all must run the same modules in the same order. The default is the environment variable
+        agreement: whether ranks agree on what they launch; off: all must run the same modules in the same
+            order. An ``Agreement``, or its value or name as text. The default is the environment variable
             ``SHARDWRIGHT_AGREEMENT``, else strict. If ranks differ in it, an error is raised before their
             first all-gather.
 
@@ -540,7 +540,7 @@ class WatchPolicy:
         collective_s: an error is raised if all ranks have launched a collective and it hasn't ended after so
             many seconds. None: the network is reported as slow, and waited for.
         signal: the signal SIGUSR1 prints the table of all ranks, and SIGTERM prints which ranks are lost
-            before the process ends. False doesn't handle either signal.
+            before the process ends; False: neither is handled.
 
     Raises:
         InputError: a time isn't positive, or ``on`` or ``signal`` isn't a bool.
@@ -603,7 +603,7 @@ class Lora:
             (``"*.mlp.*"``); "auto": every ``nn.Linear``, except the head (``get_output_embeddings``) and
             routers.
         rank: rows of A and columns of B, at least 1.
-        alpha: above 0; the product is scaled by ``alpha / rank``, unless by ``rslora``.
+        alpha: the product is scaled by ``alpha / rank``, if not as ``rslora`` says; above 0.
         dropout: probability, of the adapter's input; at least 0 and below 1.
         rslora: scale by ``alpha / sqrt(rank)`` (Kalajdzievski, arXiv:2312.03732).
         dora: train the lengths of the rows too (Liu et al., arXiv:2402.09353).

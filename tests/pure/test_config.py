@@ -2,7 +2,9 @@
 
 import ast
 import re
-from dataclasses import asdict, replace
+import subprocess
+import sys
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import tomli_w
 
 from shardwright import cli
 from shardwright.errors import ConfigError, InputError
-from shardwright.policy import SchedulePolicy
+from shardwright.options import words_of
+from shardwright.policy import Lora, SchedulePolicy, WatchPolicy
 from shardwright.train import config
 from shardwright.train.config import Recipe
 from shardwright.train.engine import steps_of
@@ -256,6 +259,23 @@ def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
     resolved = resolve(path)
     assert resolved.recipe.schedule.policy() == wanted
     assert resolve(write(tmp_path, resolved.to_toml())).recipe == resolved.recipe
+
+
+def test_keys_of_policies_have_their_words_limits_and_defaults():
+    sections = {"schedule": SchedulePolicy, "watch": WatchPolicy, "adapter": Lora}
+    for name, policy in sections.items():
+        keys, words = type(getattr(Recipe(), name)).model_fields, words_of(policy)
+        assert [key for key in keys if key in words] == [field.name for field in fields(policy)]
+        own = {"rank"} if name == "adapter" else set()  # 0 there means that there are none
+        for key in words.keys() - own:
+            assert keys[key].description.split(";")[0].split(". ")[0].lower() in words[key].lower(), key
+    assert Recipe().watch.policy() == WatchPolicy()
+    assert config.AdapterConfig(rank=8).policy() == Lora()
+
+
+def test_a_recipe_is_checked_without_torch():
+    code = "import sys; from shardwright.train import resolve; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "False\n"
 
 
 REMOVED = "one_copy_per_host was removed: it took more memory, .*; leave it out"

@@ -480,6 +480,8 @@ def test_a_stop_prints_its_event_and_actions():
     "options",
     [
         {"depth": -1},
+        {"depth": True},
+        {"forward_prefetch": "no"},
         {"max_reductions": 0},
         {"backward_prefetch": 1.5},
         {"keep_nbytes": -1},

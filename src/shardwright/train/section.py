@@ -54,11 +54,15 @@ def _stands_for_none(field: Any, value: object) -> bool:
 
 def keys_of(policy: Any, **kinds: Any) -> Any:
     """The base of a section: a key for each field of ``policy``, with its name, type, limits and default, and
-    with what the docstring says of it. kinds: types of keys that TOML writes in another way."""
+    with the first sentence that the docstring has of it, and what it says of None. kinds: types of keys that
+    TOML writes in another way."""
     said, keys = words_of(policy), dict[str, Any]()
     for field in dataclasses.fields(policy):
         kind, default, limits = _in_toml(field)
-        about = said.get(field.name, "").replace("None:", f"{default or 0}:")
+        first, *more = said.get(field.name, "").split(". ")
+        about = ". ".join([first, *(each for each in more if each.startswith("None:"))])
+        for word, in_toml in {"None:": f"{default or 0}:", "True": "true", "False": "false"}.items():
+            about = about.replace(word, in_toml)
         key = Field(default=default, description=about, **limits)
         keys[field.name] = (kinds.get(field.name, kind), key)
     made: Any = create_model(f"{policy.__name__}Section", __base__=PolicySection, **keys)
