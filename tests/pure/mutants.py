@@ -71,6 +71,7 @@ HELD = (
         (
             "observe/ledger/late.py",
             "observe/ledger/lateness.py",
+            "observe/watch/waits.py",
             "observe/ledger/ledger.py",
             "observe/ledger/slices.py",
             "observe/ledger/slow_links.py",

@@ -84,7 +84,6 @@ REASONED: dict[str, str] = {
     "observe/watch/diagnosis.py _different_launches: max((log.count for log in logs.values())) + 1: 1 is 2": (
         "nobody has launched what comes after all"
     ),
-    "observe/watch/table.py table: range(3): 3 is 4": "nothing stands behind the last column",
     "plan/simulate.py _Step.compute: -4: 4 is 5": "the fifth one ago has ended before what is computed",
     "observe/watch/diagnosis.py _slow: answer.waits.since_s if answer.waits else 0.0: 0.0 is 1.0": _CHECKER,
     "observe/watch/diagnosis.py _slow: default=0.0: 0.0 is 1.0": "where nobody waits it is not asked for",

@@ -88,7 +88,7 @@ def test_names_come_with_the_first_that_is_asked_for():
     assert not done.stderr
     assert done.stdout.splitlines() == [
         "module 'shardwright' has no attribute 'nosuch'",
-        "fully_shard explain lockstep shardwright.nf4",
+        "fully_shard explain lockstep shardwright.quantized.nf4",
     ]
 
 
