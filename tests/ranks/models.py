@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from shardwright import FSDPModule, stats, torch_private
@@ -119,11 +120,28 @@ def waits(param: torch.Tensor) -> bool:
     return mark_of(param.grad) is not None
 
 
+def distance(tensor: torch.Tensor, whole: torch.Tensor) -> float:
+    """The largest difference from a whole tensor: of this rank's shard, so that ranks move nothing for it."""
+    tensor, whole = tensor.detach(), whole.detach()
+    kinds = [type(each) for each in tensor.placements] if isinstance(tensor, DTensor) else [None]
+    if {*kinds} <= {Replicate, Shard} and kinds.count(Shard) < 2:
+        assert tensor.shape == whole.shape
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                parts = whole.chunk(tensor.device_mesh.size(axis), placement.dim)
+                own = tensor.device_mesh.get_local_rank(axis)
+                whole = parts[own] if own < len(parts) else whole.narrow(placement.dim, 0, 0)
+        tensor = tensor.to_local()
+        assert tensor.shape == whole.shape
+    tensor = full(tensor)
+    return (tensor - whole).abs().max().item() if tensor.numel() else 0.0
+
+
 def differences(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[str, float]]:
     """``(name, largest difference)`` of each parameter."""
     expected = dict(reference.named_parameters())
     for name, param in sharded.named_parameters():
-        yield name, (full(param).detach() - expected[name].detach()).abs().max().item()
+        yield name, distance(param, expected[name])
 
 
 def assert_same(sharded: nn.Module, reference: nn.Module, tolerance: float = 1e-6) -> None:
@@ -139,7 +157,7 @@ def assert_same_grads(sharded: nn.Module, reference: nn.Module, tolerance: float
     for (name, param), other in zip(sharded.named_parameters(), reference.parameters(), strict=True):
         assert (param.grad is None) == (other.grad is None), name
         if other.grad is not None:
-            worst = (full(param.grad) - other.grad).abs().max()
+            worst = distance(param.grad, other.grad)
             assert worst <= tolerance, f"the gradient of {name} differs by {worst:.3g}"
 
 
