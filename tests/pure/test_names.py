@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import shardwright
+from tests.ranks.cases import CASES
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,6 +124,7 @@ def test_every_test_that_the_docs_name_is_there():
     for page in (ROOT / "docs").rglob("*.md"):
         for name in re.findall(r"\btest_\w+", page.read_text()):
             assert name in files or f"def {name}(" in tests, f"{page.name} names {name}"
+        assert {*re.findall(r"\btest_cases\[(.+?)\]", page.read_text())} <= CASES.keys(), page.name
 
 
 def test_every_link_between_pages_leads_to_a_file():

@@ -341,7 +341,8 @@ def over(*shape: int, **options: Any) -> Callable[[Decoder], None]:
     def shard(model: Decoder) -> None:
         rest = dist.get_world_size() // -prod(shape) if -1 in shape else 0
         sizes = tuple(rest if size == -1 else size for size in shape)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+        names = None if options else ("replicate", "shard")  # a mesh needs none
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         shard_decoder(model, fully_shard, mesh=mesh, **options)
         if options.get("reshard_after_forward") is None:
             assert model.norm.weight.placements == (Replicate(), Shard(0))

@@ -112,7 +112,7 @@ def run_ranks(
     return [pickle.loads(rank.result) for rank in ranks]
 
 
-def on_ranks(*worlds: int, **limits: float) -> Callable[[Callable[..., Any]], Any]:
+def on_ranks(*worlds: int, **limits: Any) -> Callable[[Callable[..., Any]], Any]:
     """Makes a test of a function that each rank of a new process group calls (see ``run_ranks``). It is given
     what it names: ``rank``, ``world``, and parameters and fixtures of the test.
 
