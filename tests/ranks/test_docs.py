@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shutil
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -134,11 +135,30 @@ def test_a_change_of_a_script_trains_as_the_script_did_before_and_goes_on_where_
         assert "start, steps = 0, 10" in script  # so the second start below has to load and go on
         told[side] = []
         for text in (script, script.replace("start, steps = 0, 10", "start, steps = 0, 20")):  # on and on
-            wrote = run_by(["torchrun", "--nproc-per-node", "2"], change._replace(text=text), folder)
+            run = run_torchs_own if side == "-" else run_by
+            wrote = run(["torchrun", "--nproc-per-node", "2"], change._replace(text=text), folder)
             told[side].append(losses_of(wrote))
     for before, after in zip(told["-"], told["+"], strict=True):
         assert len(after) == 10
         assert after == pytest.approx(before, rel=0.02)  # compute is in bfloat16
+
+
+def run_torchs_own(start: list[str], fence: Fence, folder: Path) -> str:
+    """As ``run_by``, and again from where it was if torch aborts: with its own ``fully_shard`` on two ranks
+    over Gloo torch 2.13 does so in 5 of 23 starts ("terminate called without an active exception")."""
+    for _ in range(8):
+        before = folder.with_name("before")
+        shutil.copytree(folder, before)
+        try:
+            return run_by(start, fence, folder)
+        except AssertionError as error:
+            if "terminate called" not in str(error):
+                raise
+            shutil.rmtree(folder)
+            before.rename(folder)
+        finally:
+            shutil.rmtree(before, ignore_errors=True)
+    raise AssertionError("torch's own script has aborted eight times")
 
 
 def run_by(start: list[str], fence: Fence, folder: Path) -> str:
