@@ -9,7 +9,6 @@ import os
 import re
 import runpy
 import shutil
-import shutil
 import subprocess
 import sys
 from pathlib import Path
