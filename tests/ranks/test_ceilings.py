@@ -46,9 +46,9 @@ CEILINGS = {
     "files of a step": Ceiling(40, 24),
     "functions of a step": Ceiling(291, 210),
     "code lines of a step": Ceiling(2_245, 1_800, _STARTS),
-    "code lines of the core": Ceiling(11_940, 9_700, _STARTS),
+    "code lines of the core": Ceiling(12_095, 9_700, _STARTS + "; grouping moved in (152 lines)"),
     "code lines of src": Ceiling(38_520, 33_200, _STARTS),
-    "lines of tests": Ceiling(53_420, 41_500, _STARTS + "; " + _NET),
+    "lines of tests": Ceiling(53_440, 41_500, _STARTS + "; " + _NET),
     "words of README and docs": Ceiling(64_400, 60_000, _STARTS),
     "mutable objects of modules": Ceiling(55, None, _STARTS),
 }
@@ -60,7 +60,7 @@ ROOMS = ("engine", "params", "schedule", "transport")
 CORE = {
     "": "setters",
     "engine": "asked containers costs gather_full listeners references unit",
-    "engine/building": "build clone deferred foreign torch_state",
+    "engine/building": "build clone deferred foreign grouping torch_state",
     "engine/groups": "decoding gatherer grads group reducer table versions",
     "engine/optimizers": "away guard in_backward",
     "engine/step": "backward batches consensus executor held_memory hooks runtime same_model turns",

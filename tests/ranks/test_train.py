@@ -429,7 +429,7 @@ def test_bad_data_is_one_clear_error(place, whole):
     (place / "empty").mkdir()
     code, _, err = run(place, "--data.path", "empty", "--run.folder", "bad")
     assert (code, err.count("\n")) == (1, 1)
-    assert "data.path = 'empty': found no text files; point it at a folder of text" in err
+    assert "data.path = 'empty': found no text files; point it at text files" in err
     assert not (place / "bad").exists()
     with pytest.raises(DataError, match="no such file or folder"):
         read_corpus(load_run(place / "runs" / "tiny")[0].recipe.data.model_copy(update={"path": "nosuch"}))

@@ -221,7 +221,7 @@ class Reducer:
         self._reduction: PendingReduction | None = None
         self._all_reduce: PendingReduction | None = None
         self._partial: dict[ShardedParam, torch.Tensor] = {}
-        self._divisor = self._predivisor = 1.0
+        self._predivisor = 1.0
 
     @property
     def _ranks(self) -> int:
@@ -273,8 +273,7 @@ class Reducer:
         self.done = True
         self._held = []
         if not self._partial:  # what is added up must have been divided by the same number
-            self._divisor = self.policy.divisor(self._ranks)
-            self._predivisor = predivisor(self._divisor)
+            self._predivisor = predivisor(self.policy.divisor(self._ranks))
         self.unresolved.keeps = not self.policy.reduce
         trained = []
         for param in self.params:
@@ -457,9 +456,10 @@ class Reducer:
             param.waiting.drop(param.sharded)
 
     def _finish(self, totals: list[torch.Tensor], params: Sequence[ShardedParam]) -> None:
+        divisor = self.policy.divisor(self._ranks)  # may be another than when the first of them was reduced
         half = [total for total in totals if total.dtype is torch.float16]  # divided in part already
         others = [total for total in totals if total.dtype is not torch.float16] if half else totals
-        for sums, rest in ((half, self._divisor / self._predivisor), (others, self._divisor)):
+        for sums, rest in ((half, divisor / self._predivisor), (others, divisor)):
             if sums and rest != 1:
                 foreach_div_(sums, rest)
         if self.hook is not None:
