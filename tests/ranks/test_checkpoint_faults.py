@@ -188,6 +188,7 @@ def test_a_save_that_not_all_ranks_enter_names_who_is_missing(tmp_path: Path) ->
 
 def die_before_the_save(rank: int, world: int, path: str) -> None:
     model = fully_shard(filled(1.0))
+    save(path, model=model, step=0)  # so that each rank has told the first one which process it is
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()

@@ -267,9 +267,10 @@ def test_a_node_that_leaves_and_joins_again_trains_on(tmp_path, script, nodes):
     try:
         ranks(2)
         os.killpg(second.pid, signal.SIGKILL)  # the node is gone, with its agent
-        for pid in [path.read_text().split()[0] for path in tmp_path.glob("rank1")]:
-            if Path("/proc", pid).exists():
-                os.kill(int(pid), signal.SIGKILL)
+        while not (told := (tmp_path / "rank1").read_text().split()):  # it may be writing it just now
+            time.sleep(0.01)
+        if Path("/proc", told[0]).exists():
+            os.kill(int(told[0]), signal.SIGKILL)
         ranks(1)
         third = agent_on(nodes[1], "1:2", script, str(tmp_path), "long", **env)
         ranks(2)
