@@ -317,7 +317,8 @@ class Missing:
 
 def without(rank, world, packages):
     for name in [*sys.modules]:
-        if name.split(".")[0] in ("lightning", "lightning_fabric") or name == "shardwright.fabric":
+        ours = name.startswith(("shardwright.fabric", "shardwright.clients"))
+        if ours or name.split(".")[0] in ("lightning", "lightning_fabric"):
             del sys.modules[name]
     sys.meta_path.insert(0, Missing(packages))
     try:
