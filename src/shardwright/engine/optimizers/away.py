@@ -47,9 +47,11 @@ def _refuse(
     user: str, states: tuple[State, ...], groups: Iterable[ParamGroup], params: Iterable[Any]
 ) -> None:
     """Raises: StageError where one of these states of a group is on the host, and ``user`` would need it."""
-    ids = {id(param) for param in params} if _away else set[int]()
+    if not _away:
+        return
+    ids = {id(param) for param in params}
     of_params = [group for group in tuple(_away) if any(id(param.sharded) in ids for param in group.params)]
-    for group in (*groups, *of_params) if _away else ():
+    for group in (*groups, *of_params):
         there = _away.get(group, {})
         found = [state for state in states if any(entry.is_there for entry in there.get(state, ()))]
         if found:

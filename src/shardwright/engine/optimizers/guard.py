@@ -45,9 +45,9 @@ class OptimizerGuard:
         if self._checked.get(optimizer) != len(params):
             self._check(optimizer, params)
         if offloaded:
-            from shardwright.engine.optimizers.away import page_in  # noqa: PLC0415 offloaded states
+            from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
 
-            page_in(optimizer)
+            away.page_in(optimizer)
         step_whole(optimizer)
         if kwargs.get("closure") is None and not any(map(callable, args[1:])):  # a closure brings gradients
             _set_aside_waiting(optimizer, params)
