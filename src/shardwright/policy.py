@@ -57,6 +57,11 @@ class MixedPrecisionPolicy:
             on every rank. Where it returns the parameter's own dtype, the parameter is gathered and used in
             that (norms or routers that stay in float32); None or ``param_dtype`` changes nothing. As in torch
             2.15.
+        gather_dtype: dtype in which the all-gather sends weights, if not in the one that computes:
+            ``torch.bfloat16`` beside weights that compute in float32 halves what is sent. Weights are rounded
+            to it, also in a world of one, and computed with in ``param_dtype``; while a group arrives it
+            holds both. It isn't for those that ``param_dtype_override_fn`` leaves in their dtype, for
+            quantised ones, and for subclasses that say themselves what is gathered.
 
     Raises:
         InputError: a dtype isn't a floating-point ``torch.dtype``, or the function can't be called.
@@ -77,9 +82,10 @@ class MixedPrecisionPolicy:
         kw_only=True,
         repr=False,  # ranks compare what it has said of each parameter
     )
+    gather_dtype: "torch.dtype | None" = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "gather_dtype"):
             _check_dtype("MixedPrecisionPolicy", field, getattr(self, field))
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise InputError(

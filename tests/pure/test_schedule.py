@@ -24,7 +24,7 @@ from shardwright.schedule.schedule import (
     ScheduleEntry,
     event_in_words,
 )
-from shardwright.schedule.scheduler import fits, needed_first, plan
+from shardwright.schedule.scheduler import fits, kept_for_backward, plan
 
 POLICIES = st.builds(
     SchedulePolicy,
@@ -383,7 +383,7 @@ def test_a_single_byte_is_kept_for_the_backward_where_one_may_be():
     orders = {phase: events for phase, events in chain(3).items() if phase is Phase.BACKWARD}
     for nbytes, kept in ((1, {2}), (0, set())):
         policy = SchedulePolicy(keep_last=0, keep_nbytes=1)
-        assert needed_first(orders, policy, lambda _, n=nbytes: GroupSpec(nbytes=n)) == kept
+        assert kept_for_backward(orders, policy, lambda _, n=nbytes: GroupSpec(nbytes=n)) == kept
 
 
 def stops(*lines: str) -> Schedule:

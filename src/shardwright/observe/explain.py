@@ -20,8 +20,8 @@ from shardwright.torch_private import parameters_of
 @dataclass(frozen=True)
 class ParamRow:
     """One parameter. ``shape`` is the logical one; dtypes at rest (also of its gradient and the optimizer),
-    in compute (also on the wire), and in which its gradient is summed. codec: of a quantised weight's codes,
-    what they decode to."""
+    in compute, and in which its gradient is summed. codec: of a quantised weight's codes, what they decode
+    to. sent_dtype: in which it is gathered."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,6 +31,7 @@ class ParamRow:
     reduce_dtype: torch.dtype
     trainable: bool
     codec: str = ""
+    sent_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Explanation:
                     f"      {param.name:<{width}}  {list(param.shape)!s:<14}  {param.placements:<12}  "
                     + " -> ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                     + ("" if param.trainable else "  frozen")
+                    + (f"  sent in {param.sent_dtype}" if param.sent_dtype != param.compute_dtype else "")
                     + (f"  {param.codec}" if param.codec else "")
                 )
         at_rest = sum(group.at_rest_nbytes for group in self.groups)
@@ -165,6 +167,7 @@ def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
                 param.reduce_dtype(group.policy),
                 param.trainable,
                 codecs.get(param, ""),
+                param.sent_dtype(group.policy),
             )
         )
     modules = unit.modules if group is unit.group else [param.sites[0].module for param in group.params]

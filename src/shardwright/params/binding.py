@@ -16,43 +16,50 @@ from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayo
 from shardwright.torch_private import foreach_copy_, local_of, parameters_of
 from shardwright.transport.base import Kept, Segment, Sends, copy_together
 
-Typed = Sequence[tuple[ShardedParam, torch.dtype]]
-"""Parameters, and the dtypes that they have while unsharded."""
+Typed = Sequence[tuple[ShardedParam, torch.dtype, torch.dtype]]
+"""Parameters, the dtypes that they have while unsharded, and those in which they are gathered."""
 
 
 class _Stack(NamedTuple):
     """Parameters that are gathered as one, each below the one before it (``ParamLayout.stacked``).
 
-    starts: the slices of each begin here, so that each is aligned. layout: of all of them.
+    starts: the slices of each begin here, so that each is aligned. layout: of all of them. sent: the dtype in
+    which they are gathered.
     """
 
     params: Sequence[ShardedParam]
     dtype: torch.dtype
+    sent: torch.dtype
     starts: Sequence[int]
     layout: ParamLayout
 
+    @property
+    def lies_elsewhere(self) -> bool:
+        """Whether it isn't gathered into its place of use: in another order, or in another dtype."""
+        return not self.layout.in_order or self.sent != self.dtype
+
 
 def _stack(members: Typed) -> _Stack:
-    first, dtype = members[0]
+    first, dtype, sent = members[0]
     slice_nbytes = prod(first.layout.shape[first.layout.dim :]) * dtype.itemsize
     step = ALIGNMENT_NBYTES // gcd(ALIGNMENT_NBYTES, slice_nbytes)
     starts, end = [], 0
-    for param, _ in members:
+    for param, *_ in members:
         starts.append(-(-end // step) * step)
         end = starts[-1] + param.layout.outer
-    return _Stack([param for param, _ in members], dtype, starts, first.layout.stacked(end))
+    return _Stack([param for param, *_ in members], dtype, sent, starts, first.layout.stacked(end))
 
 
 def _stacks(bound: Typed, keeps_order: bool) -> list[_Stack]:
     """All of them, alone where they lie in the order in which they are gathered."""
-    alike: dict[object, list[tuple[ShardedParam, torch.dtype]]] = {}
-    for number, (param, dtype) in enumerate(bound):
+    alike: dict[object, list[tuple[ShardedParam, torch.dtype, torch.dtype]]] = {}
+    for number, (param, dtype, sent) in enumerate(bound):
         layout = param.layout
         alone = layout.in_order or keeps_order
-        key = number if alone else (layout.shape[layout.dim :], dtype)
-        alike.setdefault(key, []).append((param, dtype))
+        key = number if alone else (layout.shape[layout.dim :], dtype, sent)
+        alike.setdefault(key, []).append((param, dtype, sent))
     return [
-        _Stack([members[0][0]], members[0][1], [0], members[0][0].layout)
+        _Stack([members[0][0]], *members[0][1:], [0], members[0][0].layout)
         if isinstance(key, int)
         else _stack(members)
         for key, members in alike.items()
@@ -66,17 +73,18 @@ def own_buffer(bound: Typed, device: torch.device, keeps_order: bool = False) ->
     that lie in another order travel as the shards of each rank one after another.
     """
     stacks = _stacks(bound, keeps_order)
-    across = [stack for stack in stacks if not stack.layout.in_order]
-    layout, where = _layout_of(stacks), _layout_of(across)
+    across = [stack for stack in stacks if stack.lies_elsewhere]
+    layout = GroupLayout(tuple(s.layout for s in stacks), tuple(s.dtype.itemsize for s in stacks))
+    where = GroupLayout(tuple(s.layout for s in across), tuple(s.sent.itemsize for s in across))
     wire = Buffer(where.nbytes, device)
     wire_offsets = iter(where.offsets_nbytes)
     reordered = ReorderedBuffer(layout.nbytes, wire, device) if across else None
     buffer = reordered or Buffer(layout.nbytes, device)
     buffer.alloc()
     for stack, offset in zip(stacks, layout.offsets_nbytes, strict=True):
-        if reordered is None or stack.layout.in_order:
+        if reordered is None or not stack.lies_elsewhere:
             stack.params[0].bind(buffer, offset, stack.dtype)
-        elif keeps_order:
+        elif keeps_order or stack.layout.in_order:
             _bind_transposed(reordered, offset, next(wire_offsets), stack)
         else:
             _bind_stack(reordered, offset, next(wire_offsets), stack)
@@ -84,26 +92,22 @@ def own_buffer(bound: Typed, device: torch.device, keeps_order: bool = False) ->
     return buffer
 
 
-def _layout_of(stacks: Sequence[_Stack]) -> GroupLayout:
-    return GroupLayout(tuple(s.layout for s in stacks), tuple(s.dtype.itemsize for s in stacks))
-
-
 def _bind_transposed(buffer: ReorderedBuffer, offset: int, wire_offset: int, stack: _Stack) -> None:
     param, dtype, layout = stack.params[0], stack.dtype, stack.layout
     strides = contiguous_strides(layout.shape)
     face, filled = (buffer.tensor(dtype, offset, layout.shape, strides) for _ in range(2))
-    param.bind(buffer.wire, wire_offset, dtype, face)
-    gathered = buffer.wire.tensor(dtype, wire_offset, layout.shape, layout.strides)
+    param.bind(buffer.wire, wire_offset, stack.sent, face)
+    gathered = buffer.wire.tensor(stack.sent, wire_offset, layout.shape, layout.strides)
     buffer.pairs.append((filled, gathered))  # not the face: filling is no in-place change of a weight
 
 
 def _bind_stack(buffer: ReorderedBuffer, offset: int, wire_offset: int, stack: _Stack) -> None:
-    dtype, layout, wire = stack.dtype, stack.layout, buffer.wire
+    dtype, sent, layout, wire = stack.dtype, stack.sent, stack.layout, buffer.wire
     outer, rank = layout.shape[0], stack.params[0].axis.rank
     width, own_width, part = (
         prod(shape[1:]) for shape in (layout.shape, layout.shard_shape(rank), layout.shard_shape(0))
     )
-    region = wire.tensor(dtype, wire_offset, (layout.padded_numel,), (1,))
+    region = wire.tensor(sent, wire_offset, (layout.padded_numel,), (1,))
     segment = Segment(region, layout.spans, kept=Kept())
     filled = buffer.tensor(dtype, offset, (outer, width), (width, 1))
     num_equal = width // part if part else 0  # one copy, whatever the world
@@ -112,12 +116,12 @@ def _bind_stack(buffer: ReorderedBuffer, offset: int, wire_offset: int, stack: _
     buffer.pairs.append((first, equal.view(num_equal, outer, part).transpose(0, 1)))
     if rest.numel():  # one more for the rank that has fewer
         buffer.pairs.append((filled[:, num_equal * part :], rest.view(outer, -1)))
-    own_offset = wire_offset + layout.span(rank)[0] * dtype.itemsize
+    own_offset = wire_offset + layout.span(rank)[0] * sent.itemsize
     for param, start in zip(stack.params, stack.starts, strict=True):
         shape, own_shape = param.layout.shape, param.layout.shard_shape(rank)
-        begin, own_begin = (start * each * dtype.itemsize for each in (width, own_width))
+        begin, own_begin = start * width * dtype.itemsize, start * own_width * sent.itemsize
         face = buffer.tensor(dtype, offset + begin, shape, contiguous_strides(shape))
-        own = wire.tensor(dtype, own_offset + own_begin, own_shape, contiguous_strides(own_shape))
+        own = wire.tensor(sent, own_offset + own_begin, own_shape, contiguous_strides(own_shape))
         param.bind_to(face, segment, own)
 
 

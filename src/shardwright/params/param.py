@@ -97,7 +97,10 @@ class Unsharded:
 
     param: nn.Parameter
     segment: Segment  # of the group's all-gather; others may travel in the same one
-    own: torch.Tensor  # this rank's part of it, in the shape of the local shard
+    own: (
+        torch.Tensor
+    )  # this rank's part of what is gathered, in the shape of the local shard: of the face or,
+    # where that is filled on arrival (`ReorderedBuffer`), of the wire, whose dtype may be another
 
 
 class ShardedParam:
@@ -300,6 +303,12 @@ class ShardedParam:
         casts = policy.param_dtype is not None and dtype.is_floating_point and not self.kept_dtype
         return policy.param_dtype or dtype if casts else dtype
 
+    def sent_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """Dtype in which it is gathered: that of compute, unless the policy says another."""
+        dtype = self.compute_dtype(policy)
+        casts = dtype.is_floating_point and not self.kept_dtype and self.layout.dim is not None
+        return policy.gather_dtype or dtype if casts else dtype
+
     def reduce_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Dtype in which the gradient is summed over ranks and over microbatches."""
         return policy.sum_dtype(self.sharded.dtype, self.compute_dtype(policy))
@@ -374,9 +383,9 @@ class ShardedParam:
     @property
     def rows(self) -> torch.Tensor:
         """This rank's rows of the unsharded parameter, as code has left them."""
-        if self.layout.in_order:
-            return self.own
         face = self.unsharded.detach()
+        if self.layout.in_order and self.own.dtype == face.dtype:  # else they were gathered elsewhere
+            return self.own
         return self.rows_of(local_of(face) if isinstance(face, DTensor) else face)
 
     def write_back(self) -> None:

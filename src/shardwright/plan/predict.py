@@ -476,7 +476,7 @@ def _smaller_world(reshard: bool | int, shards: int) -> int | None:
 def _itemsizes(policy: MixedPrecisionPolicy) -> tuple[int, int]:
     """Bytes of an element of parameters, and of gradients, on the wire."""
     params = policy.param_dtype or torch.float32
-    return params.itemsize, policy.sum_dtype(torch.float32, params).itemsize
+    return (policy.gather_dtype or params).itemsize, policy.sum_dtype(torch.float32, params).itemsize
 
 
 def _arguments(sample: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

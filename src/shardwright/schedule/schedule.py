@@ -197,8 +197,11 @@ class GroupSpec:
     part_of: int | None = None
 
     def keeps(self, phase: Phase, chosen: bool = False) -> bool:
-        """Whether it stays unsharded after its part of ``phase``: the one place that decides when a group is
-        resharded. chosen: the policy keeps it for the backward, where the caller has left that open."""
+        """Whether it stays unsharded after its part of ``phase``: the scheduler and the follower ask here.
+
+        chosen: the policy keeps it for the backward, where the caller has left that open, which
+        ``kept_for_backward`` of the scheduler decides; that the root's group stays, ``GroupTable.effective``.
+        """
         if phase is Phase.BACKWARD:
             return not self.reshard_after_backward
         if self.reshard_after_forward is None:

@@ -242,7 +242,7 @@ def plan(
     of its arguments, so every rank that recorded the same order plans the same collectives.
     """
     spec_of = functools.cache(spec_of)
-    step = Scheduler(policy, spec_of, needed_first(orders, policy, spec_of))
+    step = Scheduler(policy, spec_of, kept_for_backward(orders, policy, spec_of))
     schedulers = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: Scheduler(policy, spec_of)}
     return Schedule(
         {
@@ -253,7 +253,7 @@ def plan(
     )
 
 
-def needed_first(
+def kept_for_backward(
     orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, spec_of: Callable[[int], GroupSpec]
 ) -> frozenset[int]:
     """The groups that the backward needs first, of those that may be kept for it: the first ``keep_last``,

@@ -156,12 +156,17 @@ class ParamGroup:
         if follow_extensions(self.params):
             self.regroup(self.params)
         buffered = [param for param in self.params if not param.extended]
-        dtypes = [param.compute_dtype(self.policy) for param in buffered]
-        if self.buffer is None or dtypes != [param.unsharded.dtype for param in buffered]:
+        dtypes = [(param.compute_dtype(self.policy), param.sent_dtype(self.policy)) for param in buffered]
+        bound = [(param.unsharded.dtype, param.own.dtype) for param in buffered if param.bound is not None]
+        if self.buffer is None or dtypes != bound:
             self.buffer = None  # until all of them are bound to another
             decoding = self.gatherer.decoding
             decoding.bind()
-            typed = [each for each in zip(buffered, dtypes, strict=True) if each[0] not in decoding.parts]
+            typed = [
+                (param, *of)
+                for param, of in zip(buffered, dtypes, strict=True)
+                if param not in decoding.parts
+            ]
             self.buffer = own_buffer(
                 typed, self.axis.device, keeps_order=self.gatherer.smaller_world is not None
             )
@@ -377,7 +382,7 @@ def gathered_nbytes(group: ParamGroup) -> int:
     """Bytes of all ranks' shards in the dtypes of the wire, except of subclasses that say what is
     gathered."""
     params = [param for param in group.params if param.layout.dim is not None and not param.extended]
-    return sum([param.layout.numel * param.compute_dtype(group.policy).itemsize for param in params])
+    return sum([param.layout.numel * param.sent_dtype(group.policy).itemsize for param in params])
 
 
 def grad_nbytes(group: ParamGroup) -> int:

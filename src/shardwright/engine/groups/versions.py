@@ -103,6 +103,6 @@ def has_memory(face: torch.Tensor) -> bool:
 
 
 def _differs(param: ShardedParam) -> bool:
-    """Whether its unsharded rows aren't its shard in their dtype."""
+    """Whether its unsharded rows aren't its shard in the dtype that was sent, in theirs."""
     rows = param.rows.to(param.local.device)
-    return not torch.equal(rows, param.local.to(rows.dtype))
+    return not torch.equal(rows, param.local.to(param.own.dtype).to(rows.dtype))

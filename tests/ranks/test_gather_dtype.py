@@ -1,0 +1,154 @@
+"""Weights that are sent in another dtype than the one that computes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from shardwright import MixedPrecisionPolicy, fully_shard, set_transport, stats
+from shardwright.errors import Diverged, InputError
+from tests.ranks.models import Block, full
+from tests.ranks.pool import on_ranks, run_ranks
+
+BF16 = MixedPrecisionPolicy(gather_dtype=torch.bfloat16)
+WIDTH = 64
+WAYS = {
+    "rows": {},
+    "last dim": {"shard_placement_fn": lambda param: Shard(param.ndim - 1)},
+    "smaller world": {"reshard_after_forward": 2},
+    "kept": {"reshard_after_forward": False},
+}
+
+
+def rounded(model: nn.Module, skipped: tuple[str, ...] = ()) -> list[torch.Tensor]:
+    """Have a plain model compute with its weights as they are sent; what they are."""
+    exact = [param.detach().clone() for param in model.parameters()]
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.ndim and name not in skipped:
+                param.copy_(param.bfloat16())
+    return exact
+
+
+def trained_alone(model, batches, skipped=()):
+    """Plain training: gradients of rounded weights step exact ones. The losses."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
+    for batch in batches:
+        exact = rounded(model, skipped)
+        loss = model(batch).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for param, was in zip(model.parameters(), exact, strict=True):
+                param.copy_(was)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(model, batches, rank, world):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
+    for batch in batches:
+        loss = model(batch.chunk(world)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def stack():
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block(WIDTH) for _ in range(3)))
+
+
+def given():
+    return [torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+
+
+def trains_as_one(rank, world, way, transport):
+    set_transport(transport)
+    local, model = stack(), stack()
+    for module in (*model, model):
+        fully_shard(module, mp_policy=BF16, **WAYS[way])
+    trained_alone(local, given())
+    trained(model, given(), rank, world)
+    for (name, param), other in zip(model.named_parameters(), local.parameters(), strict=True):
+        assert param.dtype is torch.float32
+        torch.testing.assert_close(
+            full(param), other.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m
+        )
+
+
+@pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_are_sent_in_bf16_train_as_rounded_ones_do_in_one_process(way, transport):
+    for world in (1, 3) if way != "smaller world" else (4,):
+        run_ranks(world, trains_as_one, way, transport)
+
+
+@on_ranks(2)
+def test_as_many_bytes_are_sent_as_were_asked_for_and_compute_is_in_float32(world):
+    set_transport("sockets")
+
+    def sent(policy):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+        for module in (*model, model):
+            fully_shard(module, mp_policy=policy, reshard_after_forward=True)
+        seen = []
+        model[1].register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
+        for _ in range(2):
+            before = stats(model).sent_nbytes
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+        assert set(seen) == {torch.float32}
+        return stats(model).sent_nbytes - before
+
+    weights = 3 * WIDTH * WIDTH * 4 * (world - 1) // world
+    assert sent(MixedPrecisionPolicy()) == weights
+    assert sent(BF16) == weights // 2
+
+
+@on_ranks(2)
+def test_weights_without_edits_keep_their_precision_and_edits_arrive():
+    model = fully_shard(stack(), mp_policy=BF16)
+    before = {name: full(param).detach().clone() for name, param in model.named_parameters()}
+    with model.unsharded(), torch.no_grad():
+        assert torch.equal(model[0].up.weight, before["0.up.weight"].bfloat16().float())
+        model[0].up.bias.fill_(0.25)
+    before["0.up.bias"].fill_(0.25)
+    for _ in range(2):
+        for name, param in model.named_parameters():
+            assert torch.equal(full(param), before[name]), name
+        model(torch.ones(2, WIDTH)).sum().backward()
+        model.state_dict()
+
+
+@on_ranks(2)
+def test_what_keeps_its_dtype_is_sent_in_it(rank, world):
+    policy = MixedPrecisionPolicy(
+        gather_dtype=torch.bfloat16,
+        param_dtype_override_fn=lambda param: param.dtype if param.ndim == 1 else None,
+    )
+    local, model = stack(), stack()
+    names = tuple(name for name, param in local.named_parameters() if param.ndim == 1)
+    for module in (*model, model):
+        fully_shard(module, mp_policy=policy)
+    trained_alone(local, given(), names)
+    trained(model, given(), rank, world)
+    for param, other in zip(model.parameters(), local.parameters(), strict=True):
+        torch.testing.assert_close(full(param), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_ranks_that_send_in_other_dtypes_are_told(rank):
+    model = fully_shard(
+        stack(), mp_policy=MixedPrecisionPolicy(gather_dtype=torch.bfloat16 if rank else None)
+    )
+    with pytest.raises(Diverged, match=r"gather_dtype=torch\.bfloat16"):
+        model(torch.ones(2, WIDTH))
+
+
+def test_a_dtype_that_is_none_is_refused():
+    with pytest.raises(InputError, match="gather_dtype"):
+        MixedPrecisionPolicy(gather_dtype="bf16")
