@@ -48,9 +48,10 @@ from bench import rankzero
 from bench.counting import KernelCount, Seen, count_calls, functions_run
 from bench.model import Size, build
 from bench.toy import add_toy
+from shardwright import clock
 from shardwright.torch_private import all_gather_of, reduce_scatter_of
 from shardwright.transport.device_times import read_device_times
-from shardwright.transport.recorder import CALL, LOOK_S, clock, recorder
+from shardwright.transport.recorder import CALL, LOOK_S, recorder
 
 WARM_UP_STEPS = 4  # the fourth step, like the first, the second and the eighth, sees what else is in memory
 
@@ -284,7 +285,7 @@ def print_recorder(options: argparse.Namespace) -> None:
     labels = ()
 
     def write() -> None:
-        recorder.write((CALL, labels, options, labels, start, clock(), 0))
+        recorder.write((CALL, labels, options, labels, start, clock.perf_counter(), 0))
 
     def look() -> None:
         recorder.look(start)
@@ -293,10 +294,12 @@ def print_recorder(options: argparse.Namespace) -> None:
     for what, number in ((write, 50_000), (look, 5_000)):
         times[what] = 1.0
         for _ in range(9):
-            start = clock()
+            start = clock.perf_counter()
             for _ in range(number):
                 what()
-            times[what] = min(times[what], (clock() - start) / number)  # what other work adds is none of it
+            times[what] = min(
+                times[what], (clock.perf_counter() - start) / number
+            )  # what other work adds is none of it
             recorder.turn()
     groups, step_s, looks = 34, 0.2, int(0.2 / LOOK_S)
     records = groups * found.records / found.num_groups

@@ -40,7 +40,7 @@ class Ran:
         self.made = [[], []]
         self.exposed = [0.0, 0.0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_times, "clock", lambda: self.world.now_s)
+            patch.setattr(device_times, "clock", SimpleNamespace(perf_counter=lambda: self.world.now_s))
             patch.setattr(device_times, "recorder", SimpleNamespace(write=self.write))
             self.world.run(self.train)
 
@@ -125,7 +125,7 @@ def test_times_of_a_device_that_is_always_behind_its_host_are_right_to_what_lies
         def elapsed_time(self, other):
             return 1e3 * (other.at - self.at)
 
-    monkeypatch.setattr(device_times, "clock", lambda: now_s)
+    monkeypatch.setattr(device_times, "clock", SimpleNamespace(perf_counter=lambda: now_s))
     monkeypatch.setattr(device_times, "recorder", SimpleNamespace(write=written.append))
     times = device_times.DeviceTimes(Behind, nullcontext())
     for number in range(200):

@@ -49,6 +49,7 @@ FLOORS = {
     "storage": 3,
     "extras": 2,
     "checksum": 0,
+    "clock": 0,
     "files": 0,
     "columns": 0,
     "torch_fsdp": 1,

@@ -1,5 +1,6 @@
 """The package keeps to the rules of house.py, and every rule catches what it is there for."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,9 @@ def test_no_rule_complains_of_a_good_house(rule):
 def test_every_file_that_may_read_a_pickle_reads_one():
     without = {path: house.pickles_between_ranks({f"x/{path}": PACKAGE[path]}) for path in house.UNPICKLES}
     assert all(without.values()), without
+
+
+def test_time_is_read_by_one_door():
+    """``clock`` alone imports ``time``: a simulation sets others there and decides the time."""
+    reads = re.compile(r"^\s*(import time\b|from time )", re.MULTILINE)
+    assert [path for path, source in PACKAGE.items() if reads.search(source)] == ["clock.py"]

@@ -214,7 +214,7 @@ def verdicts(ranks, chance, until_s, clock, notes=(), ended=(frozenset(), NEVER)
 @pytest.fixture
 def clock(monkeypatch):
     virtual = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(backoff, "time", SimpleNamespace(monotonic=lambda: virtual.now))
+    monkeypatch.setattr(backoff, "clock", SimpleNamespace(monotonic=lambda: virtual.now))
     return virtual
 
 

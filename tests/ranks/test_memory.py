@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shardwright import SchedulePolicy, fully_shard, quantize_
+from shardwright import SchedulePolicy, clock, fully_shard, quantize_
 from shardwright.engine.step import held_memory
 from shardwright.errors import StageError
 from shardwright.observe.memory.accounts import memory_of
@@ -27,7 +27,6 @@ from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.remedies import changes_that_fit
 from shardwright.transport.host_memory import VARIABLE, resident_nbytes
-from shardwright.transport.recorder import clock
 from shardwright.wrapper import FSDP
 from tests.ranks.live import LiveStorages, storages_here
 from tests.ranks.planned import MODELS, loss_of
@@ -107,7 +106,7 @@ def test_the_page_of_a_step_has_memory_by_category():
     """In the middle of a forward; in MiB."""
     held_memory.PAUSE = 0  # ask the allocator at every event
     seen = []
-    look = Inside(lambda: seen.append((clock(), model.memory())))
+    look = Inside(lambda: seen.append((clock.perf_counter(), model.memory())))
     model = nn.Sequential(Keeps(8), Keeps(24), look, Keeps(4), nn.Linear(4, 4 * MIB // 16))
     fully_shard(model, groups=[["0"], ["1"], ["3"], ["4"]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -11,7 +11,6 @@ done: no collective waits for a file, and a rank that died is noticed by the nex
 import base64
 import json
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from shardwright import clock
 from shardwright.checkpoint.format import Box, Piece, TensorEntry
 from shardwright.checkpoint.storage import Unpublished
 from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
 from shardwright.storage import location_of
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
 from shardwright.transport.launches import Launch, LaunchLog, process_state
-from shardwright.transport.recorder import LAUNCH, WAIT, clock, recorder
+from shardwright.transport.recorder import LAUNCH, WAIT, recorder
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class Ranks:
 
     def _wait_for_arrival(self, attempt: Attempt, keys: list[str], call: str) -> Store:
         """Returns when all keys are there: the store that they are in."""
-        began, looks, pause = time.monotonic(), 0, 0.001
+        began, looks, pause = clock.monotonic(), 0, 0.001
         store: Store | None = None
         while True:
             attempt.meet()  # on rank 0: others may need the token to say that they are here
@@ -91,7 +91,7 @@ class Ranks:
                 store.set(keys[self.rank], call)
             if store is not None and store.check(keys):
                 return store
-            waited_s = time.monotonic() - began
+            waited_s = clock.monotonic() - began
             late, lost = waited_s > ARRIVAL_TIMEOUT_S, list[int]()
             if late or waited_s > (looks + 1) * _LOOK_S:
                 looks += 1
@@ -112,7 +112,7 @@ class Ranks:
                     "every rank must call it (it writes or reads the pieces that the rank owns)"
                 )
             process_state.raise_diagnosis()
-            time.sleep(pause)
+            clock.sleep(pause)
             pause = min(2 * pause, _POLL_S)
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
@@ -172,7 +172,10 @@ class Ranks:
             # From here on this rank waits, which isn't its own disk's doing.
             if outcome and own is None and threading.get_ident() == process_state.thread:
                 self._finished += 1
-                own = Launch(self._finished, what, process_state.phase, process_state.step), clock()
+                own = (
+                    Launch(self._finished, what, process_state.phase, process_state.step),
+                    clock.perf_counter(),
+                )
                 recorder.write((LAUNCH, name, *own))
             done, outcomes = torch.tensor([len(outcome)]), list[Any]()
             with self._log.waiting(Launch(0, what, process_state.phase, process_state.step)):
@@ -181,7 +184,7 @@ class Ranks:
                     outcomes = self._tell(json.dumps(outcome[0]).encode())
             if outcomes:
                 if own is not None:
-                    recorder.write((WAIT, name, own[0], threading.get_ident(), own[1], clock()))
+                    recorder.write((WAIT, name, own[0], threading.get_ident(), own[1], clock.perf_counter()))
                 return outcomes
             pause = min(2 * pause, _POLL_S)
 

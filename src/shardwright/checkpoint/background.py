@@ -5,11 +5,11 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import NamedTuple
 
+from shardwright import clock
 from shardwright.errors import CheckpointError
 from shardwright.storage import Location
 from shardwright.transport.thread_use import waited_for_core
@@ -58,7 +58,7 @@ class _Spent(NamedTuple):
 def _spent() -> _Spent:
     counted = waited_for_core()
     if counted is None:  # the cores may be busy
-        return _Spent(time.thread_time(), time.monotonic())
+        return _Spent(clock.thread_time(), clock.monotonic())
     return _Spent(*counted)
 
 

@@ -10,7 +10,6 @@ A failure in the first two leaves model and optimizer as they were. The others c
 or the memory is bad between two reads, and say so.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwright import clock
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import Partial, Ranks, ranks
 from shardwright.checkpoint.flat import base_tensor
@@ -153,7 +153,7 @@ def load(
             attempts += 1
             if attempts == _ATTEMPTS:
                 raise
-            time.sleep(_PAUSE_S)
+            clock.sleep(_PAUSE_S)
 
 
 def _load(

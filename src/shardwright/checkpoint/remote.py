@@ -20,11 +20,11 @@ import os
 import shutil
 import socket
 import threading
-import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from shardwright import clock
 from shardwright.checkpoint.format import MANIFEST
 from shardwright.checkpoint.storage import LATEST, LOCK, TORN, Held, Storage, Unpublished
 from shardwright.errors import StorageError
@@ -96,9 +96,9 @@ class Lease:
                 self._store.put(self._object, self._text())
 
     def _wait_for_its_end(self) -> None:
-        first, began = self._read(), time.monotonic()
-        while time.monotonic() - began < LOST_S:
-            time.sleep(_LOOK_S)
+        first, began = self._read(), clock.monotonic()
+        while clock.monotonic() - began < LOST_S:
+            clock.sleep(_LOOK_S)
             now = self._read()
             if not now:
                 return

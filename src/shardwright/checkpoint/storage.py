@@ -10,7 +10,6 @@ import errno
 import os
 import shutil
 import socket
-import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardwright import clock
 from shardwright.checkpoint.format import MANIFEST
 from shardwright.errors import warn
 from shardwright.files import open_regular, read_regular
@@ -198,7 +198,7 @@ def holder(path: Path) -> str:
     for _ in range(100):
         if said := read_regular(path / LOCK)[:_HOLDER_NBYTES].decode(errors="replace").strip():
             return said
-        time.sleep(0.01)
+        clock.sleep(0.01)
     return "unknown"
 
 

@@ -5,13 +5,13 @@ import json
 import os
 import socket
 import sys
-import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from shardwright import clock
 from shardwright.cli.bench import measured_cluster, told
 from shardwright.errors import CommError
 from shardwright.observe.preflight.page import page
@@ -40,7 +40,7 @@ def run(known: argparse.Namespace) -> int:
             flush=True,
         )
         # Who leaves now takes the other ranks of its launcher along, before they have said anything.
-        time.sleep(max(known.seconds - check.passed_s, 0.0) if "TORCHELASTIC_RUN_ID" in os.environ else 0.0)
+        clock.sleep(max(known.seconds - check.passed_s, 0.0) if "TORCHELASTIC_RUN_ID" in os.environ else 0.0)
         return 1
     finally:
         check.close()

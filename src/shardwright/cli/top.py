@@ -3,12 +3,12 @@
 import argparse
 import json
 import socket
-import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
+from shardwright import clock
 from shardwright.errors import CommError, ConfigError
 from shardwright.extras import from_extra
 from shardwright.observe.ledger.lateness import Late, history
@@ -56,8 +56,8 @@ def run(known: argparse.Namespace) -> int:
         with Live(console=console, auto_refresh=False) if live else nullcontext() as screen:
             while ":" in address or Path(address).exists():  # else the launcher has ended
                 found = exchange.call(_ANSWER_S)
-                if time.monotonic() > booked_s + _BOOK_S:
-                    ledger, booked_s = ledger_of(exchange), time.monotonic()
+                if clock.monotonic() > booked_s + _BOOK_S:
+                    ledger, booked_s = ledger_of(exchange), clock.monotonic()
                 text = (
                     f"{status(found, WatchPolicy())}\n\n{_lost(ledger, _late(known.job, exchange))}".rstrip()
                 )
@@ -74,7 +74,7 @@ def run(known: argparse.Namespace) -> int:
                     == found.world
                 ):
                     break
-                time.sleep(_PAUSE_S)
+                clock.sleep(_PAUSE_S)
     except KeyboardInterrupt:
         return 0
     except RuntimeError:

@@ -1,12 +1,12 @@
 """What a sharded model costs on this rank: bytes held and sent, seconds of its collectives."""
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from shardwright import clock
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.groups.table import GroupTable
 from shardwright.engine.step import batches
@@ -117,7 +117,7 @@ def _one_by_one(table: GroupTable) -> Schedule:
 
 def _rehearse(executor: Executor, phases: dict[Phase, tuple[ScheduleEntry, ...]]) -> float:
     """Follow the schedule of a step without its compute, with gradients of ones that nobody gets."""
-    start = time.perf_counter()
+    start = clock.perf_counter()
     flying: dict[tuple[int, ...], Callable[[], None]] = {}
     stops = [stop for phase in (Phase.FORWARD, Phase.BACKWARD) for stop in phases.get(phase, ())]
     for action in (action for stop in stops for action in stop.actions):
@@ -130,4 +130,4 @@ def _rehearse(executor: Executor, phases: dict[Phase, tuple[ScheduleEntry, ...]]
         elif action.kind is not ActionKind.HOLD:
             executor.do[action.kind](action)
     wait_for_device()
-    return time.perf_counter() - start
+    return clock.perf_counter() - start

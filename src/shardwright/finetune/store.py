@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwright import clock
 from shardwright.checkpoint.storage import FolderLock, Held
 from shardwright.errors import DataError
 from shardwright.finetune.encode import Encoder, Example
@@ -117,9 +117,9 @@ def tokenised(config: DataConfig, tokenizer: Any, base: Path) -> Tokenised:
         try:
             if (found := _opened(home / "data")) is not None:
                 return found
-            began = time.perf_counter()
+            began = clock.perf_counter()
             _build(source, Encoder(tokenizer, masked=config.mask_prompts), home)
-            seconds = time.perf_counter() - began
+            seconds = clock.perf_counter() - began
         finally:
             lock.close()
     except OSError as error:
@@ -166,7 +166,7 @@ def _held(home: Path) -> FolderLock:
         try:
             return FolderLock(home)
         except Held:
-            time.sleep(0.1)
+            clock.sleep(0.1)
 
 
 def _opened(folder: Path, seconds: float = 0.0) -> Tokenised | None:
@@ -343,13 +343,13 @@ class _Progress:
     """Says now and then, on stderr, how far it is."""
 
     def __init__(self, unit: str) -> None:
-        self._unit, self._began = unit, time.monotonic()
+        self._unit, self._began = unit, clock.monotonic()
         self._next = self._began + _FIRST_WORD_S
 
     def each(self, items: Iterable[Any]) -> Iterator[Any]:
         """``items``, which are counted."""
         for number, item in enumerate(items, 1):
-            if (now := time.monotonic()) >= self._next:
+            if (now := clock.monotonic()) >= self._next:
                 self._next = now + _NEXT_WORD_S
                 text = f"tokenising, once on this host: {number:,} {self._unit} in {now - self._began:.0f} s"
                 print(text, file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ All ranks measure at the same time, since ranks of one host share memory and cor
 import json
 import math
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from shardwright import clock
 from shardwright.errors import ConfigError, InputError
 from shardwright.options import read
 from shardwright.plan.cluster import Cluster, DeviceSpec
@@ -259,11 +259,11 @@ def _seconds(comm: Comm, run: Callable[[], object]) -> float:
 
 def _us(repeats: int, run: Callable[[], object]) -> float:
     wait_for_device()
-    start = time.perf_counter()
+    start = clock.perf_counter()
     for _ in range(repeats):
         run()
     wait_for_device()
-    return 1e6 * (time.perf_counter() - start)
+    return 1e6 * (clock.perf_counter() - start)
 
 
 def _meet() -> tuple[Comm, torch.device]:

@@ -1,7 +1,6 @@
 """The engine of XLA: one compiled step over all devices, on the same batches and weights as the eager one."""
 # pyright: reportMissingImports=false
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
-from shardwright import xla
+from shardwright import clock, xla
 from shardwright.checkpoint import Restored
 from shardwright.checkpoint.xla import load_xla, save_xla
 from shardwright.storage import Location
@@ -90,14 +89,14 @@ class CompiledEngine:
 
     def step(self, number: int, position: int) -> Reading:
         """See ``Engine``. A device's rows are its microbatches, one after another."""
-        began = time.perf_counter()
+        began = clock.perf_counter()
         parts = [
             batches.at(position + microbatch * batches.share.num_windows)
             for batches in self._batches
             for microbatch in range(self.recipe.training.accumulation)
         ]
         inputs, targets = (torch.cat(rows) for rows in zip(*parts, strict=True))
-        self.data_s += time.perf_counter() - began
+        self.data_s += clock.perf_counter() - began
         loss = self.train_step(inputs, targets)
         norm = self.train_step.grad_norm
         return Reading(lambda: (float(loss), float(norm), {}), lambda: float(norm))

@@ -4,7 +4,6 @@ step:  [microbatch: forward, backward] x accumulation -> clip -> AdamW -> zero
 """
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright import clock
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, async_save, load, save
 from shardwright.errors import ConfigError
@@ -159,10 +159,10 @@ class RankEngine(ABC):
     @contextmanager
     def getting_data(self) -> Iterator[None]:
         """Around what gets a batch ready: its seconds count in ``data_s``."""
-        began = time.perf_counter()
+        began = clock.perf_counter()
         with recorder.span("data"):
             yield
-        self.data_s += time.perf_counter() - began
+        self.data_s += clock.perf_counter() - began
 
     @property
     @abstractmethod

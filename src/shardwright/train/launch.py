@@ -19,12 +19,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from shardwright import clock
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.extras import require
 
@@ -183,7 +183,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], scratch: Path) -> None:
             raise LaunchError(_tell(_failures(ended, scratch), len(processes)))
         if all(code == 0 for code in codes):
             return
-        time.sleep(_POLL_S)
+        clock.sleep(_POLL_S)
 
 
 def _failures(ended: dict[int, int], scratch: Path) -> list[Failure]:
@@ -200,7 +200,7 @@ def _failures(ended: dict[int, int], scratch: Path) -> list[Failure]:
     for rank, code in ended.items():
         if rank not in written:
             killed = code < 0 and -code != signal.SIGABRT
-            failures.append(Failure(rank, 0.0 if killed else time.time(), _how(code)))
+            failures.append(Failure(rank, 0.0 if killed else clock.time(), _how(code)))
     return sorted(failures, key=lambda failure: failure.at_s)
 
 
@@ -226,10 +226,10 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.terminate()
-    deadline = time.monotonic() + _GRACE_S
+    deadline = clock.monotonic() + _GRACE_S
     for process in processes:
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
+            process.wait(max(0.0, deadline - clock.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -10,13 +10,13 @@ So a resumed run is the same run.
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from shardwright import clock
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import NonFinite
 from shardwright.train.config import OptimizerConfig, Recipe
@@ -196,7 +196,7 @@ class Loop:
     def _step(self) -> StepReport | None:
         """One optimizer step; a report when one is due."""
         training, progress = self.recipe.training, self.progress
-        started, exposed_s = time.perf_counter(), self.engine.exposed_s or 0.0
+        started, exposed_s = clock.perf_counter(), self.engine.exposed_s or 0.0
         step = progress.step + 1
         reading = self.engine.step(step, progress.position)
         windows = self.engine.place.world * training.batch_size * training.accumulation
@@ -207,7 +207,9 @@ class Loop:
         self._unchecked = reading
         due = step % training.log_every == 0 or step == training.steps
         loss, grad_norm, figures = reading.values() if due else (0.0, 0.0, {})
-        progress.step_s.append(time.perf_counter() - started)  # after the reading, which waits for the device
+        progress.step_s.append(
+            clock.perf_counter() - started
+        )  # after the reading, which waits for the device
         progress.trained_s += progress.step_s[-1]
         progress.exposed_s.append((self.engine.exposed_s or 0.0) - exposed_s)
         if not due:
@@ -252,7 +254,7 @@ class Loop:
         host_nbytes, device_nbytes = engine.place.largest(resident_nbytes(), device)
         return StepReport(
             step=progress.step,
-            time=time.time(),
+            time=clock.time(),
             loss=loss,
             lr=self._rate(progress.step),
             grad_norm=grad_norm,

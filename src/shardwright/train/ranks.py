@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwright import clock
 from shardwright.checkpoint import StopRequest
 from shardwright.columns import in_words
 from shardwright.engine.listeners import listeners
@@ -100,7 +100,7 @@ class RankPlace:
         with self._log.waiting(self._log.launch(name)):
             while not store.check(keys):
                 process_state.raise_diagnosis()
-                time.sleep(_MEETING_S)
+                clock.sleep(_MEETING_S)
 
     @cached_property
     def _log(self) -> LaunchLog:
@@ -234,7 +234,7 @@ def life_of_a_rank() -> Iterator[None]:
         message = "\n".join([message, *getattr(error, "__notes__", ())])
         text = traceback.format_exc()
         if FAILURE_VARIABLE in os.environ:
-            failure = Failure(rank, time.time(), message, text, wrong_input)
+            failure = Failure(rank, clock.time(), message, text, wrong_input)
             failure.write(Path(os.environ[FAILURE_VARIABLE]))
         else:
             print(f"rank {rank} failed: {message if wrong_input else text}", file=sys.stderr)

@@ -16,7 +16,6 @@ heldout_loss and unigram_entropy (nats per unit: "byte", "token" or "pair"; the
 entropy per token then), corpus_sha256, trained_s, sample.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from shardwright import clock
 from shardwright.checkpoint import StopRequest, background
 from shardwright.checkpoint.folder import is_complete, step_folder
 from shardwright.checkpoint.storage import Held, holder
@@ -218,7 +218,7 @@ def _listener(
 
     def evaluated(step: int, loss: float) -> None:
         if first:
-            log({"step": step, "time": time.time(), "heldout_loss": loss})
+            log({"step": step, "time": clock.time(), "heldout_loss": loss})
             screen.say(f"step {step}  held-out loss {loss:.3f} nats per {job.unit}")
 
     def save_in(path: Location, progress: Progress) -> None:

@@ -11,7 +11,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.torch_private import default_store_is, new_group_of, rendezvous_handlers
 from shardwright.transport import liveness
@@ -82,12 +82,12 @@ class Attempt:
 
     def meet_within(self, seconds: float) -> bool:
         """``meet`` until all is said, or ``seconds`` are over; whether all is said."""
-        deadline, pause = time.monotonic() + seconds, _POLL_S
+        deadline, pause = clock.monotonic() + seconds, _POLL_S
         while not self.meet():
             process_state.raise_diagnosis()
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 return False
-            time.sleep(pause)
+            clock.sleep(pause)
             pause = min(1.5 * pause, _POLL_MOST_S)
         return True
 

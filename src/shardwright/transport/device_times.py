@@ -19,8 +19,9 @@ from math import inf
 from typing import Any
 from weakref import WeakSet
 
+from shardwright import clock
 from shardwright.transport.launches import Launch
-from shardwright.transport.recorder import DEVICE, STALL, clock, recorder
+from shardwright.transport.recorder import DEVICE, STALL, recorder
 
 MOST = 4096
 """Marks that wait to be read. Where more come (a device hangs) they are left out."""
@@ -49,7 +50,7 @@ class DeviceTimes:
     def begin(self) -> tuple[Any, float] | None:
         """A collective is launched next, on the stream that is current; for ``end``."""
         if self._origin is None:
-            self._origin = self._made(), clock()
+            self._origin = self._made(), clock.perf_counter()
             self._origin[0].record()
         if len(self._pending) >= _TOGETHER or not self._known:
             self.read()
@@ -57,7 +58,7 @@ class DeviceTimes:
             return None
         event = self._free.pop() if self._free else self._made()
         event.record()
-        return event, clock()
+        return event, clock.perf_counter()
 
     def end(self, begun: tuple[Any, float] | None, name: str, launch: Launch, works: Iterable[Any]) -> None:
         """It was launched, by the log of that name. works: what it is to be waited for by."""
@@ -74,7 +75,7 @@ class DeviceTimes:
         if len(self._pending) < MOST:
             event = self._free.pop() if self._free else self._made()
             event.record()
-            self._pending.append((STALL, name, launch.number, clock(), None, event))
+            self._pending.append((STALL, name, launch.number, clock.perf_counter(), None, event))
 
     def _made(self) -> Any:
         self.num_made += 1
@@ -85,7 +86,7 @@ class DeviceTimes:
         with self._reading:
             while self._pending and self._origin is not None:
                 kind, name, number, queued_s, begun, ended = self._pending[0]
-                looked_s = clock()
+                looked_s = clock.perf_counter()
                 if not ended.query():
                     self._unpassed_s = looked_s
                     return
@@ -96,7 +97,7 @@ class DeviceTimes:
                     start_s = base_s + base.elapsed_time(begun) / 1e3
                     self._free.append(begun)
                 early_s = max(queued_s - start_s, self._unpassed_s - end_s)
-                shift_s = early_s if early_s > 0 else min(clock() - end_s, 0.0)
+                shift_s = early_s if early_s > 0 else min(clock.perf_counter() - end_s, 0.0)
                 start_s, end_s = start_s + shift_s, end_s + shift_s
                 self._unpassed_s, self._known = -inf, True
                 if end_s - base_s > _REBASED_S:

@@ -8,7 +8,6 @@ others can't come, or, in a block of ``hasty``, for so many seconds.
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shardwright import clock
 from shardwright.torch_private import default_store
 from shardwright.transport.launches import Launch, LaunchLog, Wait, process_state
 
@@ -64,7 +64,7 @@ class _Line:
         while (asked := self.asked.get()) is not None:
             future, call = asked
             if future.set_running_or_notify_cancel():  # else who asked waits no longer
-                self.busy_since = time.monotonic()
+                self.busy_since = clock.monotonic()
                 try:
                     own = own or store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stub
                     future.set_result(call(own))
@@ -85,7 +85,7 @@ class JobStore(Store):
     def silent_s(self) -> float:
         """For how long it has owed an answer."""
         since_s = self._line.busy_since
-        return time.monotonic() - since_s if since_s else 0.0
+        return clock.monotonic() - since_s if since_s else 0.0
 
     def bottom(self) -> "JobStore":
         """The same store, with the keys of all who use it."""
@@ -117,9 +117,9 @@ class JobStore(Store):
 
     def _result(self, future: Future[Any], name: str) -> Any:
         """What the store answers late: this thread waits, as the watch sees."""
-        began = time.monotonic()
+        began = clock.monotonic()
         with self._waiting():
-            while time.monotonic() < began + self._line.patience_s:
+            while clock.monotonic() < began + self._line.patience_s:
                 process_state.raise_diagnosis()
                 try:
                     return future.result(_LOOK_S)
@@ -132,7 +132,7 @@ class JobStore(Store):
     def _waiting(self) -> Generator[None]:
         thread = threading.get_ident()
         launch = Launch(0, "the job's store", process_state.phase, process_state.step)
-        wait = process_state.waits.setdefault(thread, Wait(self._line.log, launch, time.monotonic()))
+        wait = process_state.waits.setdefault(thread, Wait(self._line.log, launch, clock.monotonic()))
         try:
             yield
         finally:
@@ -166,18 +166,18 @@ class JobStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         limit_s = self._line.patience_s if timeout is None else timeout.total_seconds()
-        began = time.monotonic()
+        began = clock.monotonic()
         if self.check(keys):
             return
         with self._waiting():
             while not self.check(keys):
                 process_state.raise_diagnosis()
-                if time.monotonic() > began + limit_s:
+                if clock.monotonic() > began + limit_s:
                     missing = [key for key in keys if not self.check([key])]
                     raise DistStoreError(
                         f"waited {limit_s:.0f} s for the key {missing[:1]} of the job's store"
                     )
-                time.sleep(_POLL_S)
+                clock.sleep(_POLL_S)
 
     deleteKey = delete_key  # the name by which other stores call it
 

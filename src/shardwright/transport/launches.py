@@ -7,7 +7,6 @@ also leaves its diagnosis there: whoever waits or launches next raises it.
 """
 
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +14,9 @@ from weakref import ref
 
 from torch.distributed import ProcessGroup
 
+from shardwright import clock
 from shardwright.errors import CheckpointError, CommError
-from shardwright.transport.recorder import LAUNCH, WAIT, clock, recorder
+from shardwright.transport.recorder import LAUNCH, WAIT, recorder
 
 RING = 64
 """Launches of a transport that are remembered: more than any schedule has between two waits."""
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What a thread waits for, since when (``time.monotonic``)."""
+    """What a thread waits for, since when (``clock.monotonic``)."""
 
     log: "LaunchLog"
     launch: Launch
@@ -58,7 +58,7 @@ class ProcessState:
         self.progress = ""
         self.waits: dict[int, Wait] = {}
         self._logs: list[ref[LaunchLog]] = []
-        self.moved_s = time.monotonic()
+        self.moved_s = clock.monotonic()
         self.caught = ("", 0)
         self.diagnosis: Exception | None = None
         self.delivered = False
@@ -77,7 +77,7 @@ class ProcessState:
 
     def enter(self, phase: str, step: int) -> None:
         """The runtime begins a phase, or goes back to the one around it ("": none)."""
-        self.phase, self.step, self.moved_s = phase, step, time.monotonic()
+        self.phase, self.step, self.moved_s = phase, step, clock.monotonic()
         if phase != "backward":  # its hooks may run in threads of autograd's
             self.thread = threading.get_ident()
 
@@ -156,7 +156,7 @@ class LaunchLog:
             raise CommError(self.broken)
         launch = Launch(self.launched + 1, key, process_state.phase, process_state.step)
         self.ring.append(launch)
-        recorder.write((LAUNCH, self.name, launch, clock()))
+        recorder.write((LAUNCH, self.name, launch, clock.perf_counter()))
         return launch
 
     def beginning(self, rank: int, on_break: Callable[[str], None] | None = None) -> "_Beginning":
@@ -183,7 +183,7 @@ class LaunchLog:
         A RuntimeError that leaves it (a closed connection, a peer that is elsewhere) is replaced by the
         watch's diagnosis, where the watch is on and finds one.
         """
-        return _Waiting(Wait(self, launch, time.monotonic()))
+        return _Waiting(Wait(self, launch, clock.monotonic()))
 
 
 class _Beginning:
@@ -222,18 +222,18 @@ class _Waiting:
     def only(self, source: int, to: int) -> None:
         """From now on only one message is waited for, from ``source`` to ``to``: places on the transport."""
         ranks = self._wait.log.ranks
-        self._link, self._since = (ranks[source], ranks[to]), clock()
+        self._link, self._since = (ranks[source], ranks[to]), clock.perf_counter()
 
     def __enter__(self) -> "_Waiting":
         process_state.waits[self._thread] = self._wait
-        self._start = clock()
+        self._start = clock.perf_counter()
         if self._start > recorder.look_s and self._thread == process_state.thread:
             recorder.look(self._start)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         wait = self._wait
-        if (end := clock()) > recorder.look_s and self._thread == process_state.thread:
+        if (end := clock.perf_counter()) > recorder.look_s and self._thread == process_state.thread:
             recorder.look(end)
         link_s = end - self._since if self._link else 0.0
         recorder.write((WAIT, wait.log.name, wait.launch, self._thread, self._start, end, self._link, link_s))

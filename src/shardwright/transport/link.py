@@ -2,7 +2,6 @@
 
 import os
 import platform
-import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from shardwright import clock
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Comm, Kept, Segment, Sends
 from shardwright.transport.liveness import boot_id
@@ -63,7 +63,7 @@ def _measure(comm: Comm) -> LinkSpeed:
     sent_nbytes, took_us, nbytes = comm.sent_nbytes, 0, 0
     for nbytes in _PART_NBYTES:
         flat = torch.zeros(nbytes * comm.world, dtype=torch.uint8)
-        start = time.perf_counter()
+        start = clock.perf_counter()
         comm.all_gather([Segment(flat, equal_spans(nbytes, comm.world))], "measure the link").wait()
         took_us = _largest(comm, [_us_since(start)])[0]
         if took_us > _LONG_US:
@@ -89,7 +89,7 @@ def _largest(comm: Comm, words: Sequence[int]) -> list[int]:
 
 
 def _us_since(start: float) -> int:
-    return int(1e6 * (time.perf_counter() - start))
+    return int(1e6 * (clock.perf_counter() - start))
 
 
 def _coding_us() -> tuple[int, int]:
@@ -105,7 +105,7 @@ def _coding_us() -> tuple[int, int]:
     for weights in (steps[0], steps[1], steps[1]):
         values = weights.bfloat16()
         place = torch.empty_like(values)
-        start = time.perf_counter()
+        start = clock.perf_counter()
         message = torch.frombuffer(bytearray(b"".join(coder.code([values], [ours], 0))), dtype=torch.uint8)
         coder.decode(view_of(message), deque([view_of(place)]), [theirs], 0)
         took_us.append(_us_since(start))

@@ -8,7 +8,6 @@ A few keys of each rank, and no connection between them: how many that takes doe
     <what>/all          they all have
 """
 
-import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from shardwright import clock
 from shardwright.errors import CommError, printable
 from shardwright.transport.launches import Launch, LaunchLog, process_state
 
@@ -76,15 +76,15 @@ class Meeting:
         )
 
     def _wait_for(self, key: str, what: str) -> None:
-        began, pause = time.monotonic(), 0.0005
+        began, pause = clock.monotonic(), 0.0005
         with self.waiting(what):
             while not self._store.check([key]):
                 process_state.raise_diagnosis()
-                if time.monotonic() - began > self.timeout_s:
+                if clock.monotonic() - began > self.timeout_s:
                     came = self._store.add(f"{what}/came", 0)
                     raise CommError(
                         f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {came} of "
                         f"{self.world} came: look at what the launcher says of the others"
                     )
-                time.sleep(pause)
+                clock.sleep(pause)
                 pause = min(2 * pause, _POLL_S)

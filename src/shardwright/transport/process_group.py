@@ -10,7 +10,6 @@ how the layout logic is tested without a GPU. Gloo's reduce-scatter is an all-re
 twice the bytes, and sums in an order of its own.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from shardwright import clock
 from shardwright.schedule.layout import pack
 from shardwright.torch_private import (
     all_gather_coalesced_of,
@@ -37,7 +37,7 @@ from shardwright.transport.abort import close
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.collect import collect
 from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.recorder import DONE, clock, recorder
+from shardwright.transport.recorder import DONE, recorder
 from shardwright.transport.streams import Due, Streams
 
 
@@ -217,13 +217,15 @@ class _Flight:
         self.comm.log.became(self.launch)
 
     def wait(self) -> None:
-        start = time.perf_counter()
+        start = clock.perf_counter()
         with self.comm.log.waiting(self.launch):
             for work in self.works:
                 work.wait()
         if self.comm.exposed_s is not None:
-            self.comm.exposed_s += time.perf_counter() - start
-            recorder.write((DONE, self.comm.log.name, self.launch.number, clock(), bool(self.works)))
+            self.comm.exposed_s += clock.perf_counter() - start
+            recorder.write(
+                (DONE, self.comm.log.name, self.launch.number, clock.perf_counter(), bool(self.works))
+            )
 
 
 class _NcclGather:

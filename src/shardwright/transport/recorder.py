@@ -2,7 +2,7 @@
 
 One ring per process, of plain tuples, filled where things happen: the runtime's calls and their actions, the
 launches, waits and ends of collectives, and what else the training thread is known to do (``span``). All
-times are seconds of one clock of this host (``time.perf_counter``). ``observe/steps/recording.py`` makes
+times are seconds of one clock of this host (``clock.perf_counter``). ``observe/steps/recording.py`` makes
 records of them that people and pages read (``Record.link`` is what the last two of WAIT and DONE say, where
 they have them); nothing else reads these tuples:
 
@@ -22,13 +22,13 @@ they have them); nothing else reads these tuples:
 A record costs below a microsecond (``bench/host.py``), and keeps nothing alive but tuples and names.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from math import inf
 from typing import Any, NamedTuple
 
+from shardwright import clock
 from shardwright.transport.thread_use import thread_use
 
 STEPS = 64
@@ -40,7 +40,6 @@ LOOK_S = 0.008
 """Seconds, at least, between two looks at what the kernel counts."""
 _COLLECTION_S = 200e-6  # a collection of garbage that takes less isn't worth a record
 
-clock = time.perf_counter
 
 _Written = tuple[int, float, list[tuple[Any, ...]]]  # number and begin of a step, and its records
 _NO_STEP: _Written = (0, 0.0, [])
@@ -70,7 +69,7 @@ class Recorder:
         self.optimizers = False
         self.look_s = 0.0
         self._steps = deque([_NO_STEP] * STEPS)  # always so many, so that all steps cost the same
-        self._began_s = clock()
+        self._began_s = clock.perf_counter()
         self._collecting_s = 0.0
         self._past = 0  # records of all steps but this one
         self._now: list[tuple[Any, ...]] = []
@@ -89,7 +88,7 @@ class Recorder:
     def turn(self) -> None:
         """Begin the next step, where the last one has ended, or has come to be half of the ring."""
         if self.ended_s is not None or len(self._now) > MOST // 2:
-            self._open(clock() if self.ended_s is None else self.ended_s)
+            self._open(clock.perf_counter() if self.ended_s is None else self.ended_s)
             self.ended_s = None
 
     def look(self, now: float) -> None:
@@ -109,18 +108,18 @@ class Recorder:
     @contextmanager
     def span(self, what: str, note: str = "") -> Iterator[None]:
         """The block is ``what``: "data", "save", ... note: more of it, for people."""
-        if (start := clock()) > self.look_s:
+        if (start := clock.perf_counter()) > self.look_s:
             self.look(start)
         try:
             yield
         finally:
-            if (end := clock()) > self.look_s:
+            if (end := clock.perf_counter()) > self.look_s:
                 self.look(end)
             self.write((SPAN, what, note, start, end))
 
     def begin_optimizer(self, *_: Any) -> None:
         """Before the step of an optimizer."""
-        self._began_s = clock()
+        self._began_s = clock.perf_counter()
         if self._began_s > self.look_s:
             self.look(self._began_s)
 
@@ -131,7 +130,7 @@ class Recorder:
             self._now[:0] = [each for *_, written in before[:-1] for each in written]
             self._steps = deque([_NO_STEP] * (STEPS - 1) + [(1, before[0][1], self._now)])
             self._past, self.number = 0, 1
-        self.ended_s = clock()
+        self.ended_s = clock.perf_counter()
         if self.ended_s > self.look_s:
             self.look(self.ended_s)
         self.optimizers = True
@@ -140,13 +139,13 @@ class Recorder:
     def end_backward(self) -> None:
         """The last backward of a step has ended; so has the step, where its optimizer stepped in there."""
         if not self.optimizers or self.ended_s is not None:
-            self.ended_s = clock()
+            self.ended_s = clock.perf_counter()
 
     def collected(self, phase: str, _: dict[str, int]) -> None:
         """Python collects garbage (one of ``gc.callbacks``)."""
         if phase == "start":
-            self._collecting_s = clock()
-        elif (now := clock()) - self._collecting_s > _COLLECTION_S:
+            self._collecting_s = clock.perf_counter()
+        elif (now := clock.perf_counter()) - self._collecting_s > _COLLECTION_S:
             self.write((SPAN, "gc", "", self._collecting_s, now))
 
 

@@ -6,12 +6,13 @@ And of its process: the CPU time of its other threads, and how long a CPU quota 
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
+
+from shardwright import clock
 
 with suppress(ImportError):  # only Linux has them, and only Linux is asked
     from resource import RUSAGE_THREAD, getrusage
@@ -52,7 +53,7 @@ class _Quota:
 
     def look(self, queued_s: float) -> float:
         """Seconds throttled; read anew where it is due."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._files and (queued_s - self._queued_s > _QUEUED_S or now - self._read_s > _QUOTA_S):
             self._read_s, self._queued_s = now, queued_s
             self.throttled_s = sum(map(_throttled_s, self._files))
@@ -72,10 +73,10 @@ def thread_use() -> ThreadUse | None:
     counted = waited_for_core()
     if counted is None:
         return None
-    ran_s, queued_s = time.thread_time(), counted[1]  # the kernel's own count of ran_s is a tick behind
+    ran_s, queued_s = clock.thread_time(), counted[1]  # the kernel's own count of ran_s is a tick behind
     faults = getrusage(RUSAGE_THREAD).ru_majflt
     return ThreadUse(
-        threading.get_ident(), ran_s, queued_s, faults, time.process_time() - ran_s, _own.quota(queued_s)
+        threading.get_ident(), ran_s, queued_s, faults, clock.process_time() - ran_s, _own.quota(queued_s)
     )
 
 

@@ -7,11 +7,12 @@ from math import inf
 import torch
 import torch.distributed as dist
 
+from shardwright import clock
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.listeners import listeners
 from shardwright.schedule.schedule import Event, event_in_words
 from shardwright.transport.host_memory import Budget, allocated_nbytes, stated_budget
-from shardwright.transport.recorder import HELD, clock, recorder
+from shardwright.transport.recorder import HELD, recorder
 
 PAUSE = 500
 """Of an ask of the allocator: 0.2% of the time of a step."""
@@ -44,12 +45,12 @@ class Memory:
         takes 40 us, or with many free blocks milliseconds; it isn't asked again for ``PAUSE`` times that."""
         if start < self.sample_s:
             return
-        start = clock()
+        start = clock.perf_counter()
         whole_nbytes = allocated_nbytes(device)
         self.sample_s = inf
         if whole_nbytes is not None:
             recorder.write((HELD, start, whole_nbytes, self.states_nbytes, self.other_nbytes or 0))
-            self.sample_s = start + PAUSE * (clock() - start)
+            self.sample_s = start + PAUSE * (clock.perf_counter() - start)
 
     def touch(self, nbytes: int) -> None:
         """Count ``nbytes`` more that were held for a moment."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from shardwright import clock
 from shardwright.engine.containers import beneath_transforms
 from shardwright.engine.groups.group import ParamGroup, Stage
 from shardwright.engine.groups.table import GroupTable
@@ -27,7 +28,7 @@ from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind,
 from shardwright.schedule.sync import Step
 from shardwright.transport.base import Comm
 from shardwright.transport.launches import process_state
-from shardwright.transport.recorder import ACTION, CALL, PHASE, clock, recorder
+from shardwright.transport.recorder import ACTION, CALL, PHASE, recorder
 
 unsettled: "WeakSet[Runtime]" = WeakSet()
 """Models whose last backward has not ended on all ranks: their gradients may not be stepped with."""
@@ -203,7 +204,7 @@ class Runtime:
         listeners.need(f"this {phase}", *used, groups=self.groups)
         for tell in () if self._runs else tuple(self.table.around):
             tell(phase)
-        if (start := clock()) > recorder.look_s:
+        if (start := clock.perf_counter()) > recorder.look_s:
             recorder.look(start)
         with self._turn:
             self.pass_number += phase is not Phase.BACKWARD
@@ -237,7 +238,7 @@ class Runtime:
                 raise
             if phase is not Phase.BACKWARD and not held:
                 unsettled.discard(self)
-            recorder.write((PHASE, self.table.labels, phase, True, nested, start, clock()))
+            recorder.write((PHASE, self.table.labels, phase, True, nested, start, clock.perf_counter()))
 
     def at(self, kind: EventKind, group: ParamGroup | None = None, holds: bool = False) -> None:
         """Take the actions of an event. After a begin event the group is unsharded, whatever was planned.
@@ -245,7 +246,7 @@ class Runtime:
 
         Raises: StageError for an event from inside of an action: a hook that runs in one runs the model.
         """
-        event, follower, start = self.table.events[kind, group], self._follower, clock()
+        event, follower, start = self.table.events[kind, group], self._follower, clock.perf_counter()
         if start > recorder.look_s:
             recorder.look(start)
         with self._turn:
@@ -276,7 +277,15 @@ class Runtime:
                 self.groups[event.group].show_unsharded()
             if len(step.taken) == 1:
                 recorder.write(
-                    (CALL, self.table.labels, event, step.taken[0].actions, start, clock(), memory.now_nbytes)
+                    (
+                        CALL,
+                        self.table.labels,
+                        event,
+                        step.taken[0].actions,
+                        start,
+                        clock.perf_counter(),
+                        memory.now_nbytes,
+                    )
                 )
             else:
                 self._write_down(step, start)
@@ -291,7 +300,7 @@ class Runtime:
         with self._turn:
             run = self._runs.pop()
             self._say_where()
-            if (start := clock()) > recorder.look_s:
+            if (start := clock.perf_counter()) > recorder.look_s:
                 recorder.look(start)
             if failed:
                 process_state.failed(sys.exc_info()[1])
@@ -310,7 +319,17 @@ class Runtime:
                 self._write_down(step, start)
                 if run.phase is Phase.BACKWARD and self.step.is_last_backward:
                     recorder.end_backward()
-            recorder.write((PHASE, self.table.labels, run.phase, False, run.nested or failed, start, clock()))
+            recorder.write(
+                (
+                    PHASE,
+                    self.table.labels,
+                    run.phase,
+                    False,
+                    run.nested or failed,
+                    start,
+                    clock.perf_counter(),
+                )
+            )
         for tell in () if self._runs else tuple(self.table.around):
             tell(None)
 
@@ -360,19 +379,19 @@ class Runtime:
     def _follow(self, step: Step) -> Step:
         """The loop; returns its last step. What fails abandons all phases: the next outermost one starts
         clean."""
-        do, labels, start = self.executor.do, self.table.labels, clock()
+        do, labels, start = self.executor.do, self.table.labels, clock.perf_counter()
         try:
             while True:
                 for action in step.actions:
                     do[action.kind](action)
-                    end = clock()
+                    end = clock.perf_counter()
                     recorder.write((ACTION, labels, action, start, end))
                     start = end
                 if step.sync is None:
                     return step
                 assert self._follower is not None
                 step = self._follower.resume(self._consensus.exchange(step.sync))
-                end = clock()
+                end = clock.perf_counter()
                 recorder.write((ACTION, labels, None, start, end))
                 start = end
         except BaseException:
@@ -410,7 +429,7 @@ class Runtime:
         """Into the recorder; events that this rank left out were passed in no time of their own."""
         held_nbytes, taken = self.executor.memory.now_nbytes, step.taken
         for entry in taken:
-            end = clock() if entry is taken[-1] else start
+            end = clock.perf_counter() if entry is taken[-1] else start
             recorder.write((CALL, self.table.labels, entry.event, entry.actions, start, end, held_nbytes))
 
     def _say_where(self) -> None:

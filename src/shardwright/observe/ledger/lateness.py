@@ -14,11 +14,11 @@ late; the same with much more cost; and that a rank which was named is late no m
 """
 
 import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
+from shardwright import clock
 from shardwright.files import said
 from shardwright.observe.ledger.causes import NOBODY, REMEDIES, REST
 from shardwright.observe.ledger.ledger import Ledger, booked
@@ -169,7 +169,7 @@ def _late_rank(ledger: Ledger) -> Late | None:
         return None
     waits = ledger._replace(lines=[line for line in ledger.lines if line.rank != rank])
     first = next(loss for loss in waits.losses() if loss.whose == rank and loss.cause in own)
-    return Late(time.time(), rank, ledger.hosts[rank], shares[rank], len(steps), first.cause, first.detail)
+    return Late(clock.time(), rank, ledger.hosts[rank], shares[rank], len(steps), first.cause, first.detail)
 
 
 def _own_causes(ledger: Ledger, rank: int) -> set[str]:

@@ -7,12 +7,12 @@ tensor. Activations aren't: they are what has been allocated besides, since the 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwright import clock
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.optimizers.guard import stepped
 from shardwright.engine.unit import unit_of, units_in
@@ -172,11 +172,11 @@ class _StepRecorder:
         self._running: list[int] = []
         self._last: EventKind | None = None
         self._rest: int | None = None
-        self._began_s = perf_counter()
+        self._began_s = clock.perf_counter()
 
     def __call__(self, event: Event, group: ParamGroup | None, has_acted: bool) -> None:
         """An event has come, or its actions are taken."""
-        at_s = perf_counter() - self._began_s
+        at_s = clock.perf_counter() - self._began_s
         known, rest = _known_and_rest(self._names, self._device)
         if rest is not None and self._rest is not None and not has_acted:
             self._book(rest - self._rest, self._owner(event))

@@ -5,7 +5,6 @@ import platform
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.cuda import nccl
 
+from shardwright import clock
 from shardwright.observe.preflight.findings import HostReport, Trouble, is_loopback
 from shardwright.transport.liveness import boot_id
 
@@ -226,19 +226,19 @@ def write_own_file(folder: Path, rank: int) -> OwnFile:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         with open(bulk, "wb", buffering=0) as file:
-            start = time.perf_counter()
-            while written < _DISK_NBYTES and time.perf_counter() < start + _DISK_S:
+            start = clock.perf_counter()
+            while written < _DISK_NBYTES and clock.perf_counter() < start + _DISK_S:
                 written += file.write(part)
             os.fsync(file.fileno())
-            wrote_s = time.perf_counter() - start
+            wrote_s = clock.perf_counter() - start
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with open(bulk, "rb", buffering=0) as file:
-            start = time.perf_counter()
+            start = clock.perf_counter()
             read = 0
-            while (got := len(file.read(_PART_NBYTES))) and time.perf_counter() < start + _DISK_S:
+            while (got := len(file.read(_PART_NBYTES))) and clock.perf_counter() < start + _DISK_S:
                 read += got
-            read_s = time.perf_counter() - start
+            read_s = clock.perf_counter() - start
         return OwnFile(path, text, (written / wrote_s, read / read_s), "")
     except OSError as error:
         return OwnFile(path, text, (0.0, 0.0), str(error))

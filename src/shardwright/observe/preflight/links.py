@@ -8,11 +8,11 @@ Nothing here waits without a limit: a rank that isn't there is one that wasn't r
 import selectors
 import socket
 import struct
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Lock, Thread
 
+from shardwright import clock
 from shardwright.observe.preflight.findings import Flow, RankCall
 from shardwright.transport.cpu.handshake import Caller, Lobby, Place, call
 from shardwright.transport.secret import VARIABLE, given
@@ -120,7 +120,7 @@ class Responder:
                     self._count(caller)
                 else:
                     while sock.recv(_STAMP.size, socket.MSG_WAITALL):
-                        sock.sendall(_STAMP.pack(time.time()))
+                        sock.sendall(_STAMP.pack(clock.time()))
             except OSError:
                 return
 
@@ -128,10 +128,10 @@ class Responder:
         """Bytes/s after the first quarter of the time, in which buffers fill."""
         room = memoryview(bytearray(len(_CHUNK)))
         sock, first, settled, total, late = caller.socket, 0.0, 0.0, 0, 0
-        now = time.perf_counter()
+        now = clock.perf_counter()
         try:
             while got := sock.recv_into(room):
-                now = time.perf_counter()
+                now = clock.perf_counter()
                 if not first:
                     first, settled = now, now + self.flow_s / 4
                 total += got
@@ -151,7 +151,7 @@ class Responder:
 def call_all(own: int, places: Mapping[int, Place], deadline: float) -> list[RankCall]:
     """Call other ranks of ``places``, all at the same time, then ask one after another for the time.
 
-    Returns what came of each by ``deadline`` (``time.monotonic``).
+    Returns what came of each by ``deadline`` (``clock.monotonic``).
     """
     ranks = sorted(places)
     at = ranks.index(own)
@@ -160,9 +160,9 @@ def call_all(own: int, places: Mapping[int, Place], deadline: float) -> list[Ran
     if not peers:
         return made
     pool = ThreadPoolExecutor(min(len(peers), 16))
-    patience = min(_PATIENCE_S, max(deadline - time.monotonic(), 0.1))
+    patience = min(_PATIENCE_S, max(deadline - clock.monotonic(), 0.1))
     flights = {peer: pool.submit(call, places[peer], given(), own, PING, patience) for peer in sorted(peers)}
-    done, _ = wait(flights.values(), max(deadline - time.monotonic(), 0.0))
+    done, _ = wait(flights.values(), max(deadline - clock.monotonic(), 0.0))
     pool.shutdown(wait=False, cancel_futures=True)
     for peer, flight in flights.items():
         error = flight.exception() if flight in done else TimeoutError()
@@ -182,12 +182,12 @@ def _asked(peer: int, sock: socket.socket) -> RankCall:
     """The shortest of some round trips, which knows the other's clock best."""
     best = RankCall(peer, float("inf"), 0.0)
     for _ in range(_PINGS):
-        sent, start = time.time(), time.perf_counter()
+        sent, start = clock.time(), clock.perf_counter()
         sock.sendall(_STAMP.pack(sent))
         said = sock.recv(_STAMP.size, socket.MSG_WAITALL)
         if len(said) < _STAMP.size:
             raise ConnectionResetError(f"it hung up: is {VARIABLE} the same on both?")
-        latency_s = (time.perf_counter() - start) / 2
+        latency_s = (clock.perf_counter() - start) / 2
         if latency_s < best.latency_s:
             best = RankCall(peer, latency_s, _STAMP.unpack(said)[0] - sent - latency_s)
     return best
@@ -203,12 +203,12 @@ def _why(error: BaseException) -> str:
 
 def send_all(own: int, places: Mapping[int, Place], plan: Sequence[Mapping[int, int]], flow_s: float) -> None:
     """Send what this rank sends in each round; returns when the last one is over. Ranks begin together."""
-    start = time.monotonic()
+    start = clock.monotonic()
     for number, pairs in enumerate(plan):
-        time.sleep(max(start + number * (flow_s + _GAP_S) - time.monotonic(), 0.0))
+        clock.sleep(max(start + number * (flow_s + _GAP_S) - clock.monotonic(), 0.0))
         if own in pairs:
             _send(own, places[pairs[own]], flow_s)
-    time.sleep(max(start + len(plan) * (flow_s + _GAP_S) + _GAP_S - time.monotonic(), 0.0))
+    clock.sleep(max(start + len(plan) * (flow_s + _GAP_S) + _GAP_S - clock.monotonic(), 0.0))
 
 
 def flow_seconds(num_rounds: int, seconds: float) -> float:
@@ -221,8 +221,8 @@ def _send(own: int, place: Place, flow_s: float) -> None:
     try:
         with call(place, given(), own, FLOW, flow_s) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_AHEAD_NBYTES)
-            end = time.monotonic() + flow_s
-            while (left := end - time.monotonic()) > 0:
+            end = clock.monotonic() + flow_s
+            while (left := end - clock.monotonic()) > 0:
                 sock.settimeout(left)
                 sock.send(_CHUNK)
     except OSError:

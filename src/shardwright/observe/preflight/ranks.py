@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import Any
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.files import said
 from shardwright.observe.preflight.findings import (
@@ -47,7 +47,7 @@ class Check:
 
     def __init__(self, rank: int, world: int, folder: Path, seconds: float) -> None:
         self.rank, self.world, self.folder, self.seconds = rank, world, folder, seconds
-        self._start = time.monotonic()
+        self._start = clock.monotonic()
         self._file: OwnFile | None = None
         self._listener: Responder | None = None
         self._keys: Store | None = None
@@ -55,7 +55,7 @@ class Check:
     @property
     def passed_s(self) -> float:
         """Seconds since this rank began."""
-        return time.monotonic() - self._start
+        return clock.monotonic() - self._start
 
     def left_s(self, share: float) -> float:
         """Seconds until this share of the time has passed; 0 where it has."""
@@ -193,7 +193,7 @@ class Check:
         assert listener is not None
         plan = rounds({rank: report.host for rank, report in hosts.items()})
         listener.flow_s = flow_seconds(len(plan), _FLOWS * self.seconds)
-        calls = call_all(self.rank, places, time.monotonic() + self.left_s(_REPORT) / 2)
+        calls = call_all(self.rank, places, clock.monotonic() + self.left_s(_REPORT) / 2)
         self._came("calls")  # flows begin when nobody measures latencies any more
         self._until_came("calls", len(hosts), self.left_s(_REPORT) / 2)
         send_all(self.rank, places, plan, listener.flow_s)
@@ -210,11 +210,11 @@ class Check:
 
     def _until(self, done: Callable[[], bool], seconds: float) -> bool:
         """Whether it is so within ``seconds``."""
-        deadline = time.monotonic() + seconds
+        deadline = clock.monotonic() + seconds
         while not done():
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 return False
-            time.sleep(_POLL_S)
+            clock.sleep(_POLL_S)
         return True
 
 

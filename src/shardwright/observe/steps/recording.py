@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright import clock
 from shardwright.observe.steps.rings import CoreUse, Record, RecordedStep, Ring
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase
 from shardwright.transport.device_times import read_device_times
@@ -30,7 +31,6 @@ from shardwright.transport.recorder import (
     USE,
     WAIT,
     Label,
-    clock,
     recorder,
 )
 from shardwright.transport.thread_use import ThreadUse
@@ -49,7 +49,7 @@ def ring(last: int = STEPS) -> Ring:
     starts = [(number, at) for number, at, _ in kept]
     if ended_s is not None:
         starts.append((starts[-1][0] + 1, ended_s))
-    ends = [at for _, at in starts[1:]] + [clock()]
+    ends = [at for _, at in starts[1:]] + [clock.perf_counter()]
     steps = [RecordedStep(*start, end) for start, end in zip(starts, ends, strict=True)][-last:]
     reader = _Reader(steps)
     for _, _, written in kept[-last - 1 :]:

@@ -1,8 +1,8 @@
 """When a rank asks the others what they do, and what it writes into the log."""
 
 import threading
-import time
 
+from shardwright import clock
 from shardwright.observe.watch.diagnosis import Diagnosis, Findings
 from shardwright.observe.watch.flight_recorder import InFlight
 from shardwright.transport.launches import Wait
@@ -34,7 +34,7 @@ class Backoff:
 
     def is_due(self, wait: Wait | InFlight | None) -> bool:
         """Whether to ask now, seen what the rank waits for."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if not self.error:
             if wait is None:
                 return False
@@ -47,7 +47,7 @@ class Backoff:
         """The ranks were asked and nothing is wrong: ask later, and as soon as one that is silent has been so
         for lost_s. Returns the line to log, if any; none where what this rank waited for has come while they
         were asked, or no rank has waited for long."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if self.error:
             self._next_s = now + _URGENT_PAUSE_S
             self._urgent_calls -= 1

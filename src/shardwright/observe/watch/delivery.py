@@ -3,11 +3,11 @@
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterable
 
 from torch.distributed import ProcessGroup
 
+from shardwright import clock
 from shardwright.observe.watch.process_status import ProcessStatus
 from shardwright.observe.watch.requests import Requests
 from shardwright.torch_private import process_groups
@@ -52,12 +52,12 @@ class Delivery:
 
     def _is_raised_within(self, seconds: float, stands: object = None) -> bool:
         """Whether the training thread has heard of it by then, or stands no longer where it stood."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._stop.is_set():
+        deadline = clock.monotonic() + seconds
+        while clock.monotonic() < deadline and not self._stop.is_set():
             self._status.sample()
             if self._status.stands_in is not stands if stands else process_state.delivered:
                 return True
-            time.sleep(0.02)
+            clock.sleep(0.02)
         return self._stop.is_set() or (stands is None and process_state.delivered)
 
 

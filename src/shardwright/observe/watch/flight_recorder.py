@@ -12,13 +12,13 @@ torch they count.
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
+from shardwright import clock
 from shardwright.observe.watch.diagnosis import Launched
 from shardwright.torch_private import flight_records, process_groups
 from shardwright.transport.launches import RING, LaunchLog, process_state
@@ -32,7 +32,7 @@ wait for what is in flight."""
 
 @dataclass(frozen=True)
 class InFlight:
-    """A collective that this rank has launched and that has not ended; since_s: ``time.monotonic``."""
+    """A collective that this rank has launched and that has not ended; since_s: ``clock.monotonic``."""
 
     log: str
     number: int
@@ -113,7 +113,7 @@ class FlightRecorder:
     """
 
     def __init__(self, read: Callable[[bool], list[dict[str, Any]]] = flight_records) -> None:
-        self.changed_s = time.monotonic()
+        self.changed_s = clock.monotonic()
         self._read = read
         self._status: list[dict[str, Any]] = []
         self._groups: dict[str, GroupRecord] | None = None
@@ -124,7 +124,7 @@ class FlightRecorder:
         """Note whether anything was launched, begun or ended since the last look."""
         status = [record.get("pg_status") or {} for record in self._dumped(entries=False)]
         if status != self._status:
-            self._status, self._groups, self.changed_s = status, None, time.monotonic()
+            self._status, self._groups, self.changed_s = status, None, clock.monotonic()
 
     def _dumped(self, entries: bool) -> list[dict[str, Any]]:
         """Nothing any more once torch has failed: the watch goes on without."""
@@ -153,7 +153,7 @@ class FlightRecorder:
         """What this rank's thread may wait for, which stands in one call since then: the oldest collective
         that hasn't ended. None where there is none, or that isn't long ago."""
         since_s = max(stands_since_s, self.changed_s)
-        if time.monotonic() - since_s < STANDS_S or not self._has_pending:
+        if clock.monotonic() - since_s < STANDS_S or not self._has_pending:
             return None
         own = _own_logs()
         found: list[tuple[int, str, int, str]] = []
@@ -176,7 +176,7 @@ class FlightRecorder:
     def launched(self) -> dict[str, Launched]:
         """The launches of the caller's own groups, by a name that is the same on all ranks; none of a process
         in which they come and go, since to read them takes it 35 ms."""
-        if self._groups is None and time.monotonic() - self.changed_s < STANDS_S:
+        if self._groups is None and clock.monotonic() - self.changed_s < STANDS_S:
             return {}
         own, groups, found = _own_logs(), self._read_groups(), {}
         for name in {each.group_name for each in process_groups()} - own.keys():

@@ -9,7 +9,6 @@ import atexit
 import logging
 import os
 import sys
-import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -17,6 +16,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from shardwright import clock
 from shardwright.engine.listeners import listeners
 from shardwright.errors import InputError
 from shardwright.observe.watch.diagnosis import Note
@@ -148,7 +148,7 @@ def leave(error: BaseException | None = None) -> None:
         elif not watch.is_deaf:
             watch.stop()
             raised = "" if error is None else f"{type(error).__name__}: {error}"[:400]
-            exchange.leave(Note(watch.rank, raised, _raised_in(error), time.time(), exchange.holds_store))
+            exchange.leave(Note(watch.rank, raised, _raised_in(error), clock.time(), exchange.holds_store))
             if exchange.holds_store:
                 exchange.part(_LINGER_S)
     _end()

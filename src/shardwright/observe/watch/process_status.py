@@ -5,7 +5,6 @@ import os
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +12,12 @@ from types import FrameType
 
 import torch
 
+from shardwright import clock
 from shardwright.observe.watch.diagnosis import Answer, Launched, Status, Waits
 from shardwright.observe.watch.flight_recorder import FlightRecorder, InFlight
 from shardwright.transport.host_memory import resident_nbytes
 from shardwright.transport.launches import Wait, process_state
-from shardwright.transport.recorder import LINE, clock, recorder
+from shardwright.transport.recorder import LINE, recorder
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[2]) + os.sep
@@ -97,7 +97,7 @@ class ProcessStatus:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._sampled_s = self._ran_s = time.monotonic()
+        self._sampled_s = self._ran_s = clock.monotonic()
         self._cpu_s = _others_cpu_s()
         self._foreign: tuple[str, object, float] = ("", None, 0.0)
         self._call: InFlight | None = None
@@ -122,7 +122,7 @@ class ProcessStatus:
 
     def sample(self) -> None:
         """Note whether anything ran since the last sample, and the foreign call that is running."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if now - self._sampled_s < _SAMPLE_S:
             return
         cpu = _others_cpu_s()
@@ -135,7 +135,7 @@ class ProcessStatus:
         name, call, stands = "", None, None
         if self.wait is None:
             with frame_of(process_state.thread) as frame:
-                recorder.write((LINE, user_line(frame), clock()))
+                recorder.write((LINE, user_line(frame), clock.perf_counter()))
                 name, caller = foreign_call(frame)
                 call = (id(caller), getattr(caller, "f_lasti", 0))
                 stands = (process_state.thread, id(frame), getattr(frame, "f_lasti", 0))
@@ -149,7 +149,7 @@ class ProcessStatus:
     def answer(self) -> Answer:
         """What this rank says of itself now."""
         self.sample()
-        now, wait, in_flight = time.monotonic(), self.wait, self.in_flight
+        now, wait, in_flight = clock.monotonic(), self.wait, self.in_flight
         idle_s = now - self._ran_s
         with frame_of(process_state.thread) as frame:
             line = user_line(frame)
@@ -198,8 +198,8 @@ def _others_cpu_s() -> float:
             with open(f"/proc/self/task/{thread}/schedstat") as file:
                 used_ns += int(file.read().split()[0])
     except OSError:  # not Linux, or a thread that has just ended
-        return time.process_time() - time.thread_time()
-    return time.process_time() - used_ns / 1e9
+        return clock.process_time() - clock.thread_time()
+    return clock.process_time() - used_ns / 1e9
 
 
 def _device_nbytes() -> int:

@@ -11,7 +11,6 @@ Each has the token of the attempt and the rank that sends it; what has another t
 
 import json
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DistStoreError
 
+from shardwright import clock
 from shardwright.files import said
 from shardwright.observe.watch.diagnosis import Answer, Fault, Findings, Note
 from shardwright.observe.watch.status_exchange import (
@@ -140,10 +140,10 @@ class Datagrams:
         self._number += 1
         self._answers = {self._rank: self._own()}
         self._send(range(len(self.places)), "ask", self._number)
-        deadline = time.monotonic() + seconds
-        while len(self._answers) < len(self.places) and time.monotonic() < deadline:
+        deadline = clock.monotonic() + seconds
+        while len(self._answers) < len(self.places) and clock.monotonic() < deadline:
             self.serve()
-            time.sleep(_POLL_S)
+            clock.sleep(_POLL_S)
         return self._answers
 
     def tell(self, text: str) -> None:

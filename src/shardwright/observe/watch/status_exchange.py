@@ -23,7 +23,6 @@ two numbers; an answer to the later one serves both.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -31,6 +30,7 @@ from datetime import timedelta
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shardwright import clock
 from shardwright.files import said
 from shardwright.observe.watch.diagnosis import (
     Answer,
@@ -95,24 +95,24 @@ class StatusExchange:
 
         meanwhile: called while waiting; a rank that calls answers itself there.
         """
-        began = time.monotonic()
+        began = clock.monotonic()
         number, ranks = self.request(), range(self.world)
         meanwhile()
         answers = {a.rank: a for a in self.collect(number, wait_s, meanwhile, self.ended(ranks))}
         missing = [rank for rank in ranks if rank not in answers]
         gone = self.ended(missing)
         silent = dict.fromkeys(self.come(missing), wait_s)
-        took_s = time.monotonic() - began
+        took_s = clock.monotonic() - began
         return Findings(self.world, answers, self.notes(), frozenset(gone), silent, took_s)
 
     def collect(
         self, call: int, wait_s: float, meanwhile: Callable[[], None], gone: set[int]
     ) -> list[Answer]:
         """The answers that come within ``wait_s`` (sooner where only ranks in ``gone`` are missing)."""
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and self._came(call) < self.world - len(gone):
+        deadline = clock.monotonic() + wait_s
+        while clock.monotonic() < deadline and self._came(call) < self.world - len(gone):
             meanwhile()
-            time.sleep(_POLL_S)
+            clock.sleep(_POLL_S)
             if self.latest() < call:  # two callers wrote it in the wrong order
                 self._store.set("latest", str(call))
         return [self._said(rank)[1] for rank in range(self.world) if self._has_answered(rank, call)]
@@ -255,11 +255,11 @@ class StatusExchange:
 
     def _await(self, wait_s: float, done: Callable[[int], bool]) -> None:
         """Return when each rank has ended or is ``done``, at most ``wait_s`` later."""
-        deadline, pending = time.monotonic() + wait_s, set(range(self.world))
-        while pending and time.monotonic() < deadline:
+        deadline, pending = clock.monotonic() + wait_s, set(range(self.world))
+        while pending and clock.monotonic() < deadline:
             pending -= {rank for rank in pending if done(rank)}
             pending -= self.ended(pending)
-            time.sleep(_POLL_S if pending else 0)
+            clock.sleep(_POLL_S if pending else 0)
 
     def published(self) -> SharedDiagnosis | None:
         """The job's diagnosis, if there is one."""

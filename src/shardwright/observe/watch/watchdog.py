@@ -15,13 +15,13 @@ often it looks.
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from torch.distributed import DistError
 
+from shardwright import clock
 from shardwright.errors import printable
 from shardwright.observe.watch.backoff import Backoff
 from shardwright.observe.watch.delivery import Delivery
@@ -60,7 +60,7 @@ class _Known:
     silent_since: dict[int, float] = field(default_factory=dict)
     store_error: str = ""
     lines: int = 0
-    looked_s: float = field(default_factory=time.monotonic)
+    looked_s: float = field(default_factory=clock.monotonic)
     back_s: float = -_BACK_S
     away_s: float = 0.0
 
@@ -169,7 +169,7 @@ class Watch:
             logger.warning("%s", printable(line))
 
     def _note_absence(self) -> None:
-        known, now = self._known, time.monotonic()
+        known, now = self._known, clock.monotonic()
         if now - known.looked_s > max(self.policy.lost_s, _AWAY_S):
             known.back_s, known.away_s = now, now - known.looked_s
         known.looked_s = now
@@ -209,7 +209,7 @@ class Watch:
 
     def _heard(self, found: Findings) -> Findings:
         """Beside what was asked: since when ranks are silent, which connections are closed, who is where."""
-        now = time.monotonic()
+        now = clock.monotonic()
         self._known.silent_since = {rank: self._known.silent_since.get(rank, now) for rank in found.silent}
         silent = {rank: now - since_s for rank, since_s in self._known.silent_since.items()}
         missing = {*range(found.world)} - {*found.answers}
@@ -270,7 +270,7 @@ class Watch:
         """Nobody can be asked any more: an error only once this rank needs others, which then won't come."""
         wait = self._status.stands_in
         met = self._backoff.error
-        if not met and (wait is None or time.monotonic() - wait.since_s < self.policy.suspect_s):
+        if not met and (wait is None or clock.monotonic() - wait.since_s < self.policy.suspect_s):
             return
         own = self._status.answer()
         if self._known.notes:
@@ -291,7 +291,7 @@ class Watch:
     def _deliver(self, shared: SharedDiagnosis) -> None:
         """Have the training thread raise the diagnosis, wherever it waits. Ends the watch."""
         text, known = shared.text, self._known
-        if shared.fault in (Fault.LOST, Fault.FAILED) and time.monotonic() - known.back_s < _BACK_S:
+        if shared.fault in (Fault.LOST, Fault.FAILED) and clock.monotonic() - known.back_s < _BACK_S:
             text = (
                 f"{Fault.LOST}: rank {self.rank} was itself away for {known.away_s:.0f} s (stopped, "
                 f"suspended, or held by native code), and the others did not wait for it\n{text}"

@@ -2,9 +2,9 @@
 # pyright: reportMissingImports=false
 
 import os
-import time
 from collections.abc import Mapping
 
+from shardwright import clock
 from shardwright.extras import from_extra
 from shardwright.train.trackers import TrackedRun
 
@@ -34,7 +34,7 @@ class MLflow:
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """See ``Tracker``."""
-        at_ms = int(1000 * numbers.get("time", time.time()))
+        at_ms = int(1000 * numbers.get("time", clock.time()))
         self._client.log_batch(
             self.run_id, [Metric(name, float(value), at_ms, step) for name, value in numbers.items()]
         )

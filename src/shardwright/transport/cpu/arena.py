@@ -22,7 +22,6 @@ import mmap
 import os
 import platform
 import select
-import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
@@ -31,12 +30,13 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.schedule.layout import align
 from shardwright.transport.cpu.libc import LIBC
 from shardwright.transport.launches import Launch, LaunchLog, process_state
 from shardwright.transport.liveness import boot_id
-from shardwright.transport.recorder import DONE, clock, recorder
+from shardwright.transport.recorder import DONE, recorder
 
 # Linux' futexes, which Python lacks, put a process to sleep until a word in shared memory changes. Only for
 # x86-64, as shared memory is.
@@ -68,7 +68,7 @@ def sleep_while(address: int, value: int, seconds: float) -> None:
     limit = (ctypes.c_long * 2)(0, int(seconds * 1e9))
     failed = _syscall(_SYS_FUTEX, address, _WAIT, value & 0xFFFFFFFF, ctypes.byref(limit), None, 0)
     if failed and ctypes.get_errno() not in _EXPECTED:
-        time.sleep(_NAP_S)
+        clock.sleep(_NAP_S)
 
 
 def wake(address: int) -> None:
@@ -224,7 +224,7 @@ class Arena:
                 self.done(peer, number)
             else:
                 rows.append(list(words))
-        recorder.write((DONE, self.log.name, number, clock(), True))
+        recorder.write((DONE, self.log.name, number, clock.perf_counter(), True))
         return rows
 
     def reserve(self, nbytes: int) -> torch.Tensor:
@@ -248,7 +248,7 @@ class Arena:
             for peer, segment in enumerate(self._segments):
                 if peer != self.rank:
                     read = functools.partial(segment.has_read, self.rank, oldest)
-                    self._until(peer, read, lambda: time.sleep(1e-3), launch)
+                    self._until(peer, read, lambda: clock.sleep(1e-3), launch)
         self._free_read()
         offset = self._first_fit(nbytes)
         self._held[number] = (offset, offset + align(nbytes))
@@ -325,7 +325,7 @@ class Arena:
 
         Raises: CommError where the peer has ended, or isn't ready within the timeout; the watch's diagnosis.
         """
-        start = checked = time.monotonic()
+        start = checked = clock.monotonic()
         with self.log.waiting(launch):
             turns = 0
             while not ready():
@@ -334,7 +334,7 @@ class Arena:
                     os.sched_yield()
                     continue
                 sleep()
-                now = time.monotonic()
+                now = clock.monotonic()
                 if now - checked > _LOOK_S:
                     checked = now
                     process_state.raise_diagnosis()

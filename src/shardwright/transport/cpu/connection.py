@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardwright import clock
 from shardwright.transport.base import Kept
 from shardwright.transport.cpu.coder import Damaged
 from shardwright.transport.cpu.pages import take_bytes
 from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import RUN, cut, skip, view_of, views_of
-from shardwright.transport.recorder import clock
 
 HEAD = struct.Struct("<qqqq96s")
 """Number of the collective, bytes of the parts, number of runs, bytes of the code, key."""
@@ -331,7 +331,7 @@ class Connection:
                 self._early.append(arrived)
             else:
                 return False
-            self._current.took_s = -clock()
+            self._current.took_s = -clock.perf_counter()
             if self.takes_memory:
                 self._current.memory = take_bytes(nbytes)
                 self._current.views = views_of([self._current.memory])
@@ -365,7 +365,7 @@ class Connection:
         """The message is there."""
         arrived, self._current = self._current, None
         assert arrived is not None
-        arrived.took_s += clock()
+        arrived.took_s += clock.perf_counter()
         if arrived.code is None:
             self._complete(arrived)
         else:

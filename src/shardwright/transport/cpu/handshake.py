@@ -13,9 +13,10 @@ import secrets
 import selectors
 import socket
 import struct
-import time
 from collections.abc import Callable
 from typing import NamedTuple
+
+from shardwright import clock
 
 try:
     import fcntl
@@ -102,7 +103,7 @@ class Lobby:
             except BlockingIOError:
                 return
             except OSError:  # who called has given up, or this process may open no more
-                time.sleep(_PAUSE_S)
+                clock.sleep(_PAUSE_S)
                 return
             caller = Caller(sock)
             self._callers.append(caller)
@@ -176,11 +177,11 @@ def call(
     Raises: OSError for one that can't be reached, or doesn't answer.
     """
     answer_s = patience_s if answer_s is None else answer_s
-    deadline = time.monotonic() + answer_s
+    deadline = clock.monotonic() + answer_s
     while True:
         sock = socket.create_connection((place.host, place.port), patience_s)
         try:
-            sock.settimeout(max(deadline - time.monotonic(), _PAUSE_S))
+            sock.settimeout(max(deadline - clock.monotonic(), _PAUSE_S))
             sock.sendall(_HELLO.pack(place.key(secret, rank, kind), rank, kind))
             if sock.recv(len(_ANSWER)):
                 return _tuned(sock)
@@ -190,9 +191,9 @@ def call(
             sock.close()
             raise
         sock.close()  # others called meanwhile, and it made room for them
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise ConnectionResetError("it hangs up")
-        time.sleep(_PAUSE_S)
+        clock.sleep(_PAUSE_S)
 
 
 def _tuned(sock: socket.socket) -> socket.socket:

@@ -12,9 +12,9 @@ none has connections; and whichever rank ends, its neighbours notice, and tell a
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterable, Sequence
 
+from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.files import said
 from shardwright.transport.cpu.connection import Connection
@@ -124,7 +124,7 @@ class Peers:
             each.peer < self.endpoint.rank and not (each.is_open or each.trouble) for each in connections
         ):
             process_state.raise_diagnosis()
-            time.sleep(_POLL_S)
+            clock.sleep(_POLL_S)
 
     def to_all(self, kind: int) -> dict[int, Connection]:
         """The connections of a kind to all peers."""

@@ -9,20 +9,20 @@ every peer has read them, so no rank waits for another to write.
 
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 
 import torch
 
+from shardwright import clock
 from shardwright.files import said
 from shardwright.schedule.layout import pack
 from shardwright.transport.base import Comm, Segment, join, pieces, spread, sums_in_rank_order, whole_place
 from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
 from shardwright.transport.launches import Launch
 from shardwright.transport.meeting import Meeting
-from shardwright.transport.recorder import DONE, clock, recorder
+from shardwright.transport.recorder import DONE, recorder
 from shardwright.transport.streams import Streams
 
 _GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in shared memory for a ``gather``
@@ -132,7 +132,7 @@ class ShmComm(Comm):
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_ShmGather":
         """See ``Comm.all_gather``."""
-        start = time.perf_counter()
+        start = clock.perf_counter()
         launch = self._publish([segment.part_bytes(self.rank) for segment in segments], key)
         self.spent(start)
         return _ShmGather(self, segments, launch)
@@ -141,7 +141,7 @@ class ShmComm(Comm):
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
     ) -> "_ShmReduction":
         """See ``Comm.reduce_scatter``."""
-        start = time.perf_counter()
+        start = clock.perf_counter()
         parts = [segment.part_bytes(r) for r in range(self.world) if r != self.rank for segment in segments]
         launch = self._publish(parts, key)
         self.spent(start)
@@ -167,7 +167,7 @@ class ShmComm(Comm):
         """See ``Comm.exchange``. Without tensors, which take longer than the bytes."""
         if not self.peers:
             return [list(words)]
-        start = time.perf_counter()
+        start = clock.perf_counter()
         rows = self.arena.exchange(words, key)
         self.spent(start)
         return rows
@@ -175,7 +175,7 @@ class ShmComm(Comm):
     def spent(self, start: float) -> None:
         """Count the time since ``start`` as exposed: the host thread itself moves the bytes."""
         assert self.exposed_s is not None
-        self.exposed_s += time.perf_counter() - start
+        self.exposed_s += clock.perf_counter() - start
 
     def _publish(self, parts: list[torch.Tensor], key: str, asks: int | None = None) -> Launch:
         """asks: the rank that must have come to this operation before memory is filled for it, or None."""
@@ -231,13 +231,13 @@ class _ShmGather(_Reads):
 
     def wait(self) -> None:
         """Copy every peer's spans into the buffer."""
-        start = time.perf_counter()
+        start = clock.perf_counter()
         for peer in self._comm.peers:
             if peer in self._unread:
                 spread(self._read(peer), [segment.part_bytes(peer) for segment in self._segments])
                 self._done(peer)
         self._comm.spent(start)
-        recorder.write((DONE, self._comm.log.name, self._launch.number, clock(), True))
+        recorder.write((DONE, self._comm.log.name, self._launch.number, clock.perf_counter(), True))
 
     complete = wait
 
@@ -269,7 +269,7 @@ class _ShmReduction(_Reads):
         return sums
 
     def _summed(self) -> list[torch.Tensor]:
-        start = time.perf_counter()
+        start = clock.perf_counter()
         comm = self._comm
         sums = [segment.part(comm.rank) for segment in self._segments]
         if comm.peers:
@@ -279,7 +279,7 @@ class _ShmReduction(_Reads):
             pairs = zip(sums, self._dtypes, strict=True)
             sums = [own.to(dtype, copy=not own.numel()) for own, dtype in pairs]
         comm.spent(start)
-        recorder.write((DONE, comm.log.name, self._launch.number, clock(), True))
+        recorder.write((DONE, comm.log.name, self._launch.number, clock.perf_counter(), True))
         return sums
 
     def _received(self, peer: int) -> list[torch.Tensor]:

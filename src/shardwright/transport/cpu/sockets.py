@@ -11,13 +11,13 @@ its own (measured with Gloo). A part of a gradient is taken in as it arrives, al
 come so far; a part of an all-gather waits in the kernel until its buffer is there.
 """
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from shardwright import clock
 from shardwright.transport.base import Comm, Kept, Segment, sum_in_rank_order, whole_place
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
@@ -61,7 +61,7 @@ class SocketComm(Comm):
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_SocketGather":
         """See ``Comm.all_gather``."""
-        start = time.perf_counter()
+        start = clock.perf_counter()
         with self._beginning():
             transfer = self._transfer(key, [segment.flat for segment in segments])
             connections = self._to_all(GATHERS)
@@ -86,7 +86,7 @@ class SocketComm(Comm):
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
     ) -> "_SocketReduction":
         """See ``Comm.reduce_scatter``."""
-        start = time.perf_counter()
+        start = clock.perf_counter()
         # Wider elements first: so every part received begins at a multiple of its own element's size.
         order = sorted(range(len(segments)), key=lambda index: -segments[index].flat.element_size())
         nbytes = sum(segment.part_nbytes(self.rank) for segment in segments)
@@ -107,7 +107,7 @@ class SocketComm(Comm):
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``."""
-        start = time.perf_counter()
+        start = clock.perf_counter()
         whole = whole_place(spans, dst, shard) if self.rank == dst else None
         with self._beginning():
             kept = shard.contiguous() if whole is None else whole
@@ -183,7 +183,7 @@ class SocketComm(Comm):
     def spent(self, start: float) -> None:
         """Count the time since ``start`` as exposed."""
         assert self.exposed_s is not None
-        self.exposed_s += time.perf_counter() - start
+        self.exposed_s += clock.perf_counter() - start
 
     def _send(self, connection: Connection, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
         views = views_of(parts)
@@ -233,7 +233,7 @@ class _SocketGather:
 
     def wait(self) -> None:
         """Wait for every span; and for the sends, which read from the buffer, so that it may be freed."""
-        start = time.perf_counter()
+        start = clock.perf_counter()
         self._transfer.wait_received()
         self._transfer.wait_sent()
         self._comm.spent(start)
@@ -254,7 +254,7 @@ class _SocketReduction:
 
     def wait(self) -> list[torch.Tensor]:
         """Wait for all parts, then sum them in rank order (see ``Reduction.wait``)."""
-        start = time.perf_counter()
+        start = clock.perf_counter()
         self._transfer.wait_received()
         self._comm.spent(start)
         sums: dict[int, torch.Tensor] = {}
@@ -263,7 +263,7 @@ class _SocketReduction:
             end = begin + segment.part_nbytes(self._comm.rank)
             sums[index] = self._sum(segment.part(self._comm.rank), dtype, slice(begin, end))
             begin = end
-        start = time.perf_counter()
+        start = clock.perf_counter()
         self._transfer.wait_sent()
         self._comm.spent(start)
         return [sums[index] for index in range(len(sums))]

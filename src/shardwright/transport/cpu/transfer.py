@@ -1,7 +1,6 @@
 """What a rank waits for on its connections, and what all of its waits have in common."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -9,10 +8,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.transport.cpu.worker import Worker
 from shardwright.transport.launches import Launch, LaunchLog, process_state
-from shardwright.transport.recorder import DONE, clock, recorder
+from shardwright.transport.recorder import DONE, recorder
 
 _LOOK_S = 0.1  # how often who waits looks whether the watch has found something
 
@@ -122,7 +122,7 @@ class Transfer:
         alone = peer != own and longest_s > 2 * next_s  # else they came beside each other
         link = (log.ranks[peer], log.ranks[own]) if alone else (log.ranks[own],)
         met = self.sources == len(log.ranks) - 1
-        recorder.write((DONE, log.name, self.launch.number, clock(), met, link, longest_s))
+        recorder.write((DONE, log.name, self.launch.number, clock.perf_counter(), met, link, longest_s))
 
     def wait_received(self) -> None:
         """Return when everything has arrived. Raises: CommError naming a rank that ended, is in another
@@ -136,7 +136,7 @@ class Transfer:
     def _wait(self, links: set[Link]) -> None:
         if not links:
             return
-        start = time.monotonic()
+        start = clock.monotonic()
         with self.endpoint.log.waiting(self.launch) as waiting, self.endpoint.changed:
             num_missing = 0
             while links:
@@ -148,7 +148,7 @@ class Transfer:
                     raise CommError(f"{trouble} ({self._own} was in {self._what})")
                 if not self.endpoint.changed.wait(_LOOK_S):
                     process_state.raise_diagnosis()
-                    self._check_time(links, time.monotonic() - start)
+                    self._check_time(links, clock.monotonic() - start)
 
     def _trouble(self, links: set[Link]) -> str:
         """Why what is waited for never comes; "" while it may."""
