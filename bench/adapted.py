@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shardwright
 from bench.model import Size, Transformer, build
-from shardwright.train.lora import Lora, add_lora
+from shardwright.lora import Lora, add_lora
 
 TARGETS = ("qkv", "project", "expand", "contract")
 RANK, ALPHA = 8, 16

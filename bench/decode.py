@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from bench.toy import add_toy  # noqa: E402
 from shardwright import fully_shard  # noqa: E402
-from shardwright.train.config import ModelConfig  # noqa: E402
+from shardwright.recipe.config import ModelConfig  # noqa: E402
 from shardwright.train.llama import llama_config  # noqa: E402
 
 SYSTEMS = {"shardwright": fully_shard, "fsdp2": torch_fully_shard}

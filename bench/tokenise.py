@@ -22,10 +22,10 @@ import tokenizers  # noqa: E402
 import transformers  # noqa: E402
 
 from bench.toy import add_toy  # noqa: E402
-from shardwright.finetune.feed import feed_of  # noqa: E402
+from shardwright.data.feed import feed_of  # noqa: E402
+from shardwright.data.text import Share  # noqa: E402
 from shardwright.hf import library  # noqa: E402
-from shardwright.train.config import Recipe  # noqa: E402
-from shardwright.train.data import Share  # noqa: E402
+from shardwright.recipe.config import Recipe  # noqa: E402
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

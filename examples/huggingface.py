@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from shardwright import MixedPrecisionPolicy, clip_grad_norm_, hf
-from shardwright.train.lora import Lora, save_adapter
+from shardwright.lora import Lora, save_adapter
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What gets adapters: the names that Llama, Mistral and Qwen have for their matrices."""

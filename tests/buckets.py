@@ -18,7 +18,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from shardwright.storage import ObjectStore, RemotePath
+from shardwright.checkpoint.url import ObjectStore, RemotePath
 
 REQUESTS = ("put", "put_new", "upload", "download", "copy", "remove")
 

@@ -10,7 +10,7 @@ from bench.prove_gpu.blocks import Shape, Stack, inputs_of, made, norm_of
 from bench.prove_gpu.device import Device
 from bench.prove_gpu.rank import Rows, largest, mib, run
 from shardwright import MixedPrecisionPolicy, fully_shard, quantize_, stats
-from shardwright.train.lora import Lora, add_lora
+from shardwright.lora import Lora, add_lora
 
 KINDS = {"bfloat16": None, "nf4, decoded by group": "group", "nf4, decoded where it is read": "layer"}
 WARM_UP = 2

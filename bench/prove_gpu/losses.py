@@ -10,7 +10,7 @@ from bench.model import Size, Transformer, build, tokens
 from bench.prove_gpu.device import Device
 from bench.prove_gpu.rank import Rows, run
 from shardwright import MixedPrecisionPolicy, fully_shard, quantize_
-from shardwright.train.lora import Lora, add_lora
+from shardwright.lora import Lora, add_lora
 
 ALLOWED = {"float32": 1e-3, "bfloat16": 0.2, "4-bit base, adapters": 1e-3}
 """How far losses may differ, in nats: in float32 by the order of sums; bfloat16, in which a loss has

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardwright.engine.costs import Stats
     from shardwright.observe.memory.out_of_memory import Exhausted
     from shardwright.plan.cluster import Cluster
-    from shardwright.planned import Plan
+    from shardwright.plan.file import Plan
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="needs the extra: pip install 'shardw
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from shardwright.lora import Lora, add_lora, save_adapter
 
 from shardwright import cli
 from shardwright.checkpoint import shardfile
@@ -18,10 +19,9 @@ from shardwright.finetune import tuned
 from shardwright.finetune.job import FineTuning
 from shardwright.hf.load import encoded_names
 from shardwright.quantized.codecs import codec_of
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.resolve import Resolved
 from shardwright.train.folder import RunFolder
-from shardwright.train.lora import Lora, add_lora, save_adapter
-from shardwright.train.resolve import Resolved
 from tests.hf import models
 from tests.hf.test_finetune import alone, losses, recipe_of, resolve_origins, tune
 from tests.hf.test_finetune import place as place  # a fixture

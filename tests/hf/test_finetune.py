@@ -21,18 +21,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import cli
 from shardwright.checkpoint.folder import complete_steps, step_folder
+from shardwright.data.feed import pad_of
+from shardwright.data.windows import packed
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.finetune.engine import build_model
-from shardwright.finetune.feed import pad_of
 from shardwright.finetune.job import FineTuning, fingerprint
-from shardwright.finetune.windows import packed
 from shardwright.hf import library
-from shardwright.train.config import ModelConfig, Recipe
+from shardwright.recipe.config import ModelConfig, Recipe
+from shardwright.recipe.resolve import Resolved, resolve
 from shardwright.train.folder import RunFolder
 from shardwright.train.models import Transformer
 from shardwright.train.ranks import RankPlace
 from shardwright.train.report import Screen
-from shardwright.train.resolve import Resolved, resolve
 from shardwright.train.run import _train
 from tests.ranks.pool import run_ranks
 

@@ -16,16 +16,16 @@ import transformers
 from pyarrow import parquet
 
 from bench import tokenise as bench_tokenise
+from shardwright.data.encode import Encoder
+from shardwright.data.feed import feed_of
+from shardwright.data.formats import chat_of
+from shardwright.data.sources import find
+from shardwright.data.store import tokenised
+from shardwright.data.text import Share
 from shardwright.errors import DataError
 from shardwright.finetune.apart import keeps_apart
-from shardwright.finetune.encode import Encoder
-from shardwright.finetune.feed import feed_of
-from shardwright.finetune.formats import chat_of
-from shardwright.finetune.sources import find
-from shardwright.finetune.store import tokenised
 from shardwright.hf import library
-from shardwright.train.config import DataConfig
-from shardwright.train.data import Share
+from shardwright.recipe.config import DataConfig
 from tests.hf.test_finetune import losses, place, recipe_of, tune  # noqa: F401
 from tests.ranks.pool import run_ranks
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from shardwright import full_state_dict, fully_shard, hf, nf4
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
-from shardwright.train.lora import Lora
+from shardwright.lora import Lora
 from tests.hf import models
 from tests.ranks.pool import run_ranks
 from tests.ranks.test_checkpoint_bounds import grown

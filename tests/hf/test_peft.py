@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright import MixedPrecisionPolicy, fully_shard, quantize_
-from shardwright.train.lora import Lora, add_lora, load_adapter, read_lora, save_adapter
+from shardwright.lora import Lora, add_lora, load_adapter, read_lora, save_adapter
 from tests.ranks.models import full, train_on_parts
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_lora import Block, perturb

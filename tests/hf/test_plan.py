@@ -24,8 +24,8 @@ from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Microbatch
 from shardwright.plan.workload import OpKind
 from shardwright.quantized.codecs import codec_of
+from shardwright.recipe.resolve import resolve
 from shardwright.schedule.schedule import Phase
-from shardwright.train.resolve import resolve
 from tests.hf.models import SIZES
 
 EIGHT = Cluster(DEVICES["H100"], 8)

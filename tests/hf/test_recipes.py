@@ -12,21 +12,21 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 
 import torch
+from shardwright.lora import add_lora, without_adapters
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.checkpoint import load, save
+from shardwright.data.windows import IGNORED, Batch
 from shardwright.errors import DataError, InputError
 from shardwright.finetune.engine import build_model
 from shardwright.finetune.objective import objective_of
 from shardwright.finetune.tuned import find_tuned, load_whole
-from shardwright.finetune.windows import IGNORED, Batch
-from shardwright.train.config import OptimizerConfig
+from shardwright.recipe.config import OptimizerConfig
+from shardwright.recipe.named import named
+from shardwright.recipe.resolve import resolve
 from shardwright.train.eager import build_optimizer, opened
 from shardwright.train.folder import RunFolder
-from shardwright.train.lora import add_lora, without_adapters
-from shardwright.train.named import named
 from shardwright.train.ranks import RankPlace
-from shardwright.train.resolve import resolve
 from tests.hf import models
 from tests.hf.test_finetune import losses, recipe_of, tune
 from tests.hf.test_finetune import place as place  # a fixture

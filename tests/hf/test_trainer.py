@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from shardwright import hf
 from shardwright.errors import CheckpointError, InputError
 from shardwright.hf import library
-from shardwright.train.lora import Lora
+from shardwright.lora import Lora
 from tests.hf import models
 from tests.ranks.pool import run_ranks
 

@@ -42,7 +42,7 @@ PUBLIC = (
     "clients.fabric",
     "clients.lightning",
     "quantized.interchange",
-    "train.lora",
+    "lora",
 )
 """Modules whose names are for users; `shardwright` itself gives out the names of `public`."""
 

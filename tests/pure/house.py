@@ -23,8 +23,11 @@ FLOORS = {
     "hf": 13,
     "public": 14,
     "plan": 10,
-    "planned": 3,
+    "plan.file": 3,
     "train": 12,
+    "data": 11,
+    "recipe": 10,
+    "lora": 9,
     "wrapper": 12,
     "api": 11,
     "module": 8,
@@ -46,7 +49,7 @@ FLOORS = {
     "nf4": 5,
     "quantized": 2,
     "policy": 2,
-    "storage": 3,
+    "checkpoint.url": 3,
     "extras": 2,
     "checksum": 0,
     "clock": 0,
@@ -64,8 +67,8 @@ BANNED_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "cont
 BRIDGES = {
     "torchax": "xla/torch_bridge.py",
     "transformers": "hf/library.py",
-    "datasets": "finetune/tables.py",
-    "pyarrow": "finetune/tables.py",
+    "datasets": "data/tables.py",
+    "pyarrow": "data/tables.py",
 }
 CORE = {"engine", "params", "schedule", "transport", "wrapper", "checkpoint"}
 DEVICE_TYPE = re.compile(r"(?<!torch\.)\b(cuda|rocm|hip|xpu|mps|hpu|npu)\b")

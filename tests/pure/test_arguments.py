@@ -15,8 +15,8 @@ from shardwright import cli
 from shardwright.checkpoint.tools import Format
 from shardwright.cli import VERBS, command_parser
 from shardwright.cli.arguments import checkpoint, plan_choice
+from shardwright.plan.file import OFFLOADS
 from shardwright.plan.presets import PRESETS
-from shardwright.planned import OFFLOADS
 from shardwright.policy import Offload
 
 RUN = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli import SECTIONS
-from shardwright.train.resolve import resolve
+from shardwright.recipe.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

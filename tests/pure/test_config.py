@@ -15,11 +15,11 @@ from shardwright import cli
 from shardwright.errors import ConfigError, InputError
 from shardwright.options import words_of
 from shardwright.policy import Lora, SchedulePolicy, WatchPolicy
-from shardwright.train import config
-from shardwright.train.config import Recipe
+from shardwright.recipe import config
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.resolve import leaf_keys, resolve
+from shardwright.recipe.shipped import SHIPPED
 from shardwright.train.engine import steps_of
-from shardwright.train.resolve import leaf_keys, resolve
-from shardwright.train.shipped import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 
@@ -274,7 +274,7 @@ def test_keys_of_policies_have_their_words_limits_and_defaults():
 
 
 def test_a_recipe_is_checked_without_torch():
-    code = "import sys; from shardwright.train import resolve; print('torch' in sys.modules)"
+    code = "import sys; from shardwright.recipe import resolve; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "False\n"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import shardwright
 from shardwright import checkpoint, policy
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("contribute-*.md"))]

@@ -16,9 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.errors import DataError
-from shardwright.train.config import DataConfig
-from shardwright.train.data import (
+from shardwright.data.kinds import kind_of
+from shardwright.data.text import (
     FILE_START,
     Share,
     TrainBatches,
@@ -26,7 +25,8 @@ from shardwright.train.data import (
     heldout_windows,
     read_corpus,
 )
-from shardwright.train.kinds import kind_of
+from shardwright.errors import DataError
+from shardwright.recipe.config import DataConfig
 
 
 def folder_of(tmp_path, files):

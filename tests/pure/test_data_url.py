@@ -3,12 +3,12 @@
 import fsspec
 import pytest
 
+from shardwright.checkpoint.url import ObjectStore
+from shardwright.data import text as data
+from shardwright.data.sources import find
+from shardwright.data.text import read_corpus
 from shardwright.errors import DataError, InputError, StorageError
-from shardwright.finetune.sources import find
-from shardwright.storage import ObjectStore
-from shardwright.train import data
-from shardwright.train.config import DataConfig
-from shardwright.train.data import read_corpus
+from shardwright.recipe.config import DataConfig
 
 
 @pytest.fixture

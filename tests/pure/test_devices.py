@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shardwright.errors import ConfigError
+from shardwright.recipe.config import LaunchConfig, RunConfig
 from shardwright.train import launch
-from shardwright.train.config import LaunchConfig, RunConfig
 from shardwright.train.launch import CPU_RANKS, xla_environment
 from shardwright.train.ranks import choose_device, ranks_to_start
 

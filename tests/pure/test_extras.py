@@ -44,7 +44,7 @@ def test_the_core_needs_torch_and_numpy_and_trains_and_saves_without_any_extra(t
 
 NEEDS = [
     ("train", "pydantic", ["train", "recipes/quickstart.toml"]),
-    ("checkpoint", "safetensors", "shardwright.train.lora:"),
+    ("checkpoint", "safetensors", "shardwright.lora:"),
     ("train", "tomli_w", ["train", "recipes/quickstart.toml"]),
     ("train", "rich", ["checkpoint", "inspect", "docs"]),
     ("train", "rich", ["top", "docs"]),

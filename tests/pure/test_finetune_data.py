@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from shardwright.data import sources, store
+from shardwright.data.encode import Example
+from shardwright.data.mixture import MixedOrder, Mixture
+from shardwright.data.store import Examples, tokenised
+from shardwright.data.text import Order, Share
+from shardwright.data.windows import IGNORED, packed, paired, stream
 from shardwright.errors import DataError
-from shardwright.finetune import sources, store
-from shardwright.finetune.encode import Example
-from shardwright.finetune.mixture import MixedOrder, Mixture
-from shardwright.finetune.store import Examples, tokenised
-from shardwright.finetune.windows import IGNORED, packed, paired, stream
-from shardwright.train.config import DataConfig
-from shardwright.train.data import Order, Share
+from shardwright.recipe.config import DataConfig
 
 
 class Bytes:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardwright.finetune.formats import BadRecord, Chat, Completion, Instruction, Preference, Text, parse
+from shardwright.data.formats import BadRecord, Chat, Completion, Instruction, Preference, Text, parse
 
 USER, BOT = {"role": "user", "content": "Weather in Oslo?"}, {"role": "assistant", "content": "Rain."}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]

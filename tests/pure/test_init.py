@@ -10,10 +10,10 @@ import fastjsonschema
 import pytest
 
 from shardwright.cli import VERBS, command_parser, main
-from shardwright.train.config import Recipe
-from shardwright.train.resolve import leaf_keys, resolve
-from shardwright.train.shipped import SHIPPED
-from shardwright.train.template import KINDS, SCHEMA_FILE
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.resolve import leaf_keys, resolve
+from shardwright.recipe.shipped import SHIPPED
+from shardwright.recipe.template import KINDS, SCHEMA_FILE
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,8 +7,8 @@ import pytest
 
 from shardwright.cli import main
 from shardwright.cli.arguments import train
-from shardwright.train.inputs import check_inputs
-from shardwright.train.resolve import resolve
+from shardwright.recipe.inputs import check_inputs
+from shardwright.recipe.resolve import resolve
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

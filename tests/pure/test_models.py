@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwright.train.config import ModelConfig, SampleConfig
+from shardwright.recipe.config import ModelConfig, SampleConfig
 from shardwright.train.models import Transformer, loss_of, rotary_angles, rotate
 from shardwright.train.sample import generate, readable
 

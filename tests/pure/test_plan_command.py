@@ -14,13 +14,13 @@ from shardwright.errors import ConfigError
 from shardwright.plan import Choice, Plan, largest_batch
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
 from shardwright.plan.configs import architecture
+from shardwright.plan.file import OFFLOADS
 from shardwright.plan.memory import reserved
 from shardwright.plan.predict import price
 from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Architecture, Microbatch
-from shardwright.planned import OFFLOADS
+from shardwright.recipe.resolve import resolve
 from shardwright.train.eager import plan_of
-from shardwright.train.resolve import resolve
 
 LLAMA = {
     "model_type": "llama",

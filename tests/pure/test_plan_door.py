@@ -26,10 +26,10 @@ from shardwright.engine.unit import is_sharded, unit_of
 from shardwright.errors import ConfigError, InputError, MissingExtra
 from shardwright.plan import Choice, Plan, estimate, search
 from shardwright.plan.cluster import DEVICES, GIB, Cluster
+from shardwright.plan.file import PlannedGroup
 from shardwright.plan.predict import price
 from shardwright.plan.search import grouped, planned
 from shardwright.plan.subject import of_model
-from shardwright.planned import PlannedGroup
 from shardwright.quantized.codec import encodings
 from shardwright.train.report import Screen, beside_prediction
 from shardwright.train.run import _expected_peak

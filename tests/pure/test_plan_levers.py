@@ -25,9 +25,9 @@ from shardwright.plan.transformer import Architecture, Microbatch, Recompute, wo
 from shardwright.plan.workload import OpKind
 from shardwright.policy import CPUOffloadPolicy, OffloadPolicy, OptimizerOffloadPolicy, SchedulePolicy
 from shardwright.quantize import quantisable
+from shardwright.recipe.config import ModelConfig
 from shardwright.schedule.check import check
 from shardwright.schedule.schedule import ActionKind, Phase
-from shardwright.train.config import ModelConfig
 from shardwright.train.models import Transformer
 
 OURS = PRESETS["shardwright"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from shardwright.train.config import OptimizerConfig
+from shardwright.recipe.config import OptimizerConfig
 from shardwright.train.loop import Best, learning_rate
 
 

@@ -18,12 +18,12 @@ from torch import nn
 from shardwright import fully_shard
 from shardwright.checkpoint import async_save, latest, load, remote, save
 from shardwright.checkpoint.format import Manifest, dumps, loads
+from shardwright.checkpoint.url import location_of
 from shardwright.checkpoint.writer import Writer
 from shardwright.cli import main
+from shardwright.data.text import read_corpus
 from shardwright.errors import CheckpointError, DamagedError, InputError
-from shardwright.storage import location_of
-from shardwright.train.config import DataConfig
-from shardwright.train.data import read_corpus
+from shardwright.recipe.config import DataConfig
 from tests.buckets import SCHEMES, Bucket, server
 from tests.ranks.models import filled
 from tests.ranks.pool import run_ranks

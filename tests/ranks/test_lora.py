@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwright import SchedulePolicy, checkpoint, fully_shard, quantize_, stats
 from shardwright.errors import CheckpointError, InputError
-from shardwright.train.lora import Lora, add_lora, load_adapter, merge_lora, read_lora, save_adapter
+from shardwright.lora import Lora, add_lora, load_adapter, merge_lora, read_lora, save_adapter
 from tests.ranks.models import Run, full, train_on_parts
 from tests.ranks.pool import on_ranks, run_ranks
 

@@ -16,9 +16,9 @@ from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.groups.reducer import Reducer
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
+from shardwright.recipe.config import ModelConfig, Recipe, ScheduleConfig
 from shardwright.schedule.check import check
 from shardwright.schedule.schedule import ActionKind, EventKind, Phase
-from shardwright.train.config import ModelConfig, Recipe, ScheduleConfig
 from shardwright.train.eager import build_model
 from shardwright.train.ranks import RankPlace
 from tests.ranks import quantised

@@ -16,11 +16,11 @@ from shardwright.checkpoint import StopRequest
 from shardwright.checkpoint.storage import FolderLock, Held
 from shardwright.cli import main
 from shardwright.errors import CheckpointError, ConfigError
+from shardwright.recipe.resolve import resolve
 from shardwright.train.folder import RunFolder
 from shardwright.train.pretrain import Pretraining
 from shardwright.train.ranks import RankPlace
 from shardwright.train.report import Screen
-from shardwright.train.resolve import resolve
 from shardwright.train.run import _train
 from tests.ranks.pool import run_ranks
 from tests.ranks.test_train import LIMIT_S, RECIPE, place, ranks_of, rows, run, start, wait_for_steps

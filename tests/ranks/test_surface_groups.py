@@ -11,7 +11,7 @@ from shardwright import FSDPModule, Grouping, explain, fully_shard
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
 from shardwright.plan.cluster import DEVICES, Cluster
-from shardwright.planned import Plan, PlannedGroup
+from shardwright.plan.file import Plan, PlannedGroup
 from tests.ranks.cases import AUTO, groups_of
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder, train_beside
 from tests.ranks.pool import on_ranks, run_ranks

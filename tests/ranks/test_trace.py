@@ -13,7 +13,7 @@ from shardwright import fully_shard
 from shardwright.cli import main
 from shardwright.observe.steps import collection
 from shardwright.observe.watch.lifecycle import store_address
-from shardwright.planned import Plan, PlannedGroup
+from shardwright.plan.file import Plan, PlannedGroup
 from shardwright.transport.recorder import recorder
 from tests import trace_format
 from tests.browser import needs_chromium, opened

@@ -11,7 +11,7 @@ import torch
 
 from shardwright.plan import estimate
 from shardwright.plan.cluster import DEVICES, Cluster, device
-from shardwright.train.config import ModelConfig
+from shardwright.recipe.config import ModelConfig
 from shardwright.train.flops import flops_per_token, peak_flops
 from shardwright.train.models import Transformer, flops_of
 from shardwright.train.trackers import TrackedRun, tracking

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from shardwright.cli import VERBS, main
+from shardwright.data.text import heldout_windows, read_corpus
 from shardwright.errors import DataError
 from shardwright.observe.steps.rings import load
-from shardwright.planned import Plan, PlannedGroup
+from shardwright.plan.file import Plan, PlannedGroup
 from shardwright.policy import SchedulePolicy
-from shardwright.train.data import heldout_windows, read_corpus
 from shardwright.train.eager import heldout_loss
 from shardwright.train.models import Transformer
 from shardwright.train.sample import load_run

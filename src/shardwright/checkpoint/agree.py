@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import Store
 from shardwright import clock
 from shardwright.checkpoint.format import Box, Piece, TensorEntry
 from shardwright.checkpoint.storage import Unpublished
+from shardwright.checkpoint.url import location_of
 from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
-from shardwright.storage import location_of
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
 from shardwright.transport.launches import Launch, LaunchLog, process_state
 from shardwright.transport.recorder import LAUNCH, WAIT, recorder

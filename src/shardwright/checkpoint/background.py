@@ -10,8 +10,8 @@ from concurrent import futures
 from typing import NamedTuple
 
 from shardwright import clock
+from shardwright.checkpoint.url import Location
 from shardwright.errors import CheckpointError
-from shardwright.storage import Location
 from shardwright.transport.thread_use import waited_for_core
 
 NICE = 14

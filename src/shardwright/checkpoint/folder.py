@@ -35,9 +35,9 @@ from typing import TypeVar
 from shardwright.checkpoint.format import MANIFEST, Manifest, loads
 from shardwright.checkpoint.remote import RemoteStorage
 from shardwright.checkpoint.storage import LATEST, TORN, LocalStorage, Storage, sync_folder
+from shardwright.checkpoint.url import Location, RemotePath
 from shardwright.errors import CheckpointError, UnreadError
 from shardwright.files import reason_of
-from shardwright.storage import Location, RemotePath
 
 _STEP = re.compile(r"step-(\d+)")
 _local = LocalStorage()

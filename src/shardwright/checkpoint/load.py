@@ -38,12 +38,12 @@ from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_in_chunks
 from shardwright.checkpoint.sources import Source, locate, open_source
 from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan, without_params
 from shardwright.checkpoint.tree import decode, keys_in
+from shardwright.checkpoint.url import Location, location_of
 from shardwright.checkpoint.verify import Verifier, crc_in, parts_of
 from shardwright.checkpoint.writer import loaded
 from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, DamagedError, UnreadError
 from shardwright.files import reading
-from shardwright.storage import Location, location_of
 from shardwright.torch_private import COMPILED, EXTRA_STATE, buffers_of, look_up_again, parameters_of
 
 _ATTEMPTS = 3  # of a load that finds a file that can't be read

@@ -27,8 +27,8 @@ from pathlib import Path
 from shardwright import clock
 from shardwright.checkpoint.format import MANIFEST
 from shardwright.checkpoint.storage import LATEST, LOCK, TORN, Held, Storage, Unpublished
+from shardwright.checkpoint.url import ObjectStore, RemotePath, cached, forget
 from shardwright.errors import StorageError
-from shardwright.storage import ObjectStore, RemotePath, cached, forget
 
 BEAT_S = 5.0
 LOST_S = 20.0

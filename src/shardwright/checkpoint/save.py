@@ -28,10 +28,10 @@ from shardwright.checkpoint.live import Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_in_chunks, write_shard
 from shardwright.checkpoint.storage import Unpublished
 from shardwright.checkpoint.tree import Tensors, encode, leaves
+from shardwright.checkpoint.url import Location, location_of
 from shardwright.checkpoint.writer import Keep, Writer, keep_of, line_of, saved, whole_number
 from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, warn
-from shardwright.storage import Location, location_of
 from shardwright.transport.recorder import recorder
 from shardwright.transport.streams import wait_for_stream
 

@@ -18,10 +18,10 @@ from shardwright.checkpoint.background import Pace
 from shardwright.checkpoint.folder import storage_of
 from shardwright.checkpoint.format import ITEM_NBYTES, Box, Piece, TensorEntry, checked_shape, first_of_run
 from shardwright.checkpoint.sink import Cached, Direct, Sink, write_all
+from shardwright.checkpoint.url import Location
 from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, UnreadError
 from shardwright.files import is_size, json_object, open_regular, opened, reading
-from shardwright.storage import Location
 from shardwright.transport.cpu.pages import HUGE_PAGE_NBYTES, advise
 
 CHUNK_NBYTES = 2 << 20  # small enough to stay in the cache between being read and being checksummed

@@ -22,9 +22,9 @@ from shardwright.checkpoint.rankfiles import rank_entries, rank_files
 from shardwright.checkpoint.shardfile import read_header
 from shardwright.checkpoint.torchfile import torch_entries
 from shardwright.checkpoint.tree import check_trees
+from shardwright.checkpoint.url import Location, RemotePath
 from shardwright.errors import CheckpointError
 from shardwright.files import json_file, reading
-from shardwright.storage import Location, RemotePath
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ from shardwright.checkpoint.shardfile import (
 )
 from shardwright.checkpoint.sink import write_all
 from shardwright.checkpoint.sources import Source, locate, open_source
+from shardwright.checkpoint.url import Location, local_only, location_of
 from shardwright.checkpoint.verify import crc_in, header_faults
 from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, InputError
-from shardwright.storage import Location, local_only, location_of
 
 MAX_FILE_NBYTES = 5 * 10**9
 Progress = Callable[[int, int], None]

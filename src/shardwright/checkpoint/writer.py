@@ -26,8 +26,8 @@ from shardwright.checkpoint.folder import (
 )
 from shardwright.checkpoint.format import MANIFEST, Manifest, loads
 from shardwright.checkpoint.storage import Held
+from shardwright.checkpoint.url import Location
 from shardwright.errors import CheckpointError, InputError, warn
-from shardwright.storage import Location
 from shardwright.torch_private import COMPILED
 
 

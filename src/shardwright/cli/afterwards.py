@@ -5,9 +5,9 @@ import importlib
 from pathlib import Path
 
 from shardwright.extras import require
+from shardwright.recipe.resolve import resolve
 from shardwright.train.folder import RunFolder
 from shardwright.train.llama import export_llama
-from shardwright.train.resolve import resolve
 from shardwright.train.sample import generate, load_run, readable
 
 

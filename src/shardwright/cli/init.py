@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwright.cli.keys import add_keys, given_keys
 from shardwright.cli.outputs import check_file
 from shardwright.cli.verb import add_verb
-from shardwright.train.shipped import SHIPPED
-from shardwright.train.template import KINDS, SCHEMA_FILE, commented, resolve_kind, schema
+from shardwright.recipe.keys import add_keys, given_keys
+from shardwright.recipe.shipped import SHIPPED
+from shardwright.recipe.template import KINDS, SCHEMA_FILE, commented, resolve_kind, schema
 
 
 def add_commands(commands: Any) -> None:

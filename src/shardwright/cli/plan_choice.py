@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from shardwright.cli.arguments.plan_choice import SEARCHED
+from shardwright.plan.file import OFFLOADS
 from shardwright.plan.predict import Choice
-from shardwright.planned import OFFLOADS
 
 
 def changed(choice: Choice, known: argparse.Namespace) -> Choice:

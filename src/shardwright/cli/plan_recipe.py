@@ -6,14 +6,14 @@ from importlib import import_module
 
 from shardwright.cli.plan_choice import changed
 from shardwright.errors import ConfigError
+from shardwright.plan.file import OFFLOADS
 from shardwright.plan.predict import Choice
 from shardwright.plan.subject import Subject, of_model
-from shardwright.planned import OFFLOADS
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.inputs import check_inputs
+from shardwright.recipe.resolve import resolve
 from shardwright.train.eager import precision_of
 from shardwright.train.expected import loss_of_logits, meta_transformer
-from shardwright.train.inputs import check_inputs
-from shardwright.train.resolve import resolve
 
 
 def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwright.cli.verb import add_verb
 from shardwright.errors import ConfigError
-from shardwright.train.shipped import SHIPPED
+from shardwright.recipe.shipped import SHIPPED
 
 
 def add_commands(commands: Any) -> None:

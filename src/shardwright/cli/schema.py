@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from shardwright.cli.verb import add_verb
-from shardwright.train.template import SCHEMA_FILE, schema
+from shardwright.recipe.template import SCHEMA_FILE, schema
 
 
 def add_commands(commands: Any) -> None:

@@ -8,7 +8,7 @@ from shardwright.cli.top import exchange_at, store_of
 from shardwright.errors import CommError, ShardwrightError
 from shardwright.observe.steps.rings import Ring, load
 from shardwright.observe.steps.step_page import save_page
-from shardwright.planned import Plan
+from shardwright.plan.file import Plan
 from shardwright.train.folder import JOB_FILE, RunFolder
 
 _ANSWER_S = 10.0

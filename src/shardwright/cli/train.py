@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
 from shardwright.train.engine import Job
 from shardwright.train.launch import launch, xla_environment
 from shardwright.train.pretrain import Pretraining

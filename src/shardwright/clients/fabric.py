@@ -22,6 +22,7 @@ from shardwright.checkpoint.live import Stateful
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.tools import open_checkpoint, read_tensor
 from shardwright.checkpoint.tree import decode, encode
+from shardwright.checkpoint.url import Location, local_only, location_of
 from shardwright.clients.strategies import (
     ShardsModules,
     StateDictType,
@@ -39,7 +40,6 @@ from shardwright.extras import require
 from shardwright.module import FSDPModule
 from shardwright.ops.clip import clip_grad_norm_
 from shardwright.policy import DEFAULT_PRECISION, MixedPrecisionPolicy
-from shardwright.storage import Location, local_only, location_of
 
 __all__ = ["ShardwrightStrategy"]
 

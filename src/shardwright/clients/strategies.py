@@ -18,13 +18,13 @@ from shardwright.checkpoint import save
 from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.folder import complete_steps, step_folder, step_folders
 from shardwright.checkpoint.storage import TORN, sync_folder
+from shardwright.checkpoint.url import Location
 from shardwright.engine.building.grouping import choices
 from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, InputError, warn
 from shardwright.module import FSDPModule
 from shardwright.params.param import ShardedParam
 from shardwright.policy import DEFAULT_PRECISION, Grouping, MixedPrecisionPolicy
-from shardwright.storage import Location
 from shardwright.torch_private import tree_map
 from shardwright.transport.collect import take_values_of_rank_0
 

@@ -11,20 +11,20 @@ from torch import Tensor
 from shardwright import hf
 from shardwright.api import stats
 from shardwright.checkpoint import Restored, load
+from shardwright.checkpoint.url import Location
+from shardwright.data.feed import Feed
+from shardwright.data.windows import Batch
 from shardwright.errors import InputError
 from shardwright.finetune.apart import keeps_apart
-from shardwright.finetune.feed import Feed
 from shardwright.finetune.generate import Wanted, generate, tokens_of
 from shardwright.finetune.objective import objective_of
-from shardwright.finetune.windows import Batch
 from shardwright.hf import library
+from shardwright.lora import add_lora, trained_part
 from shardwright.ops.loss import loss_weights
-from shardwright.storage import Location
-from shardwright.train.config import BaseConfig, Recipe
+from shardwright.recipe.config import BaseConfig, Recipe
+from shardwright.recipe.named import named
 from shardwright.train.eager import RankEngine, opened, policies_of, set_up
 from shardwright.train.flops import flops_per_token
-from shardwright.train.lora import add_lora, trained_part
-from shardwright.train.named import named
 from shardwright.train.ranks import RankPlace
 
 DTYPES = {"files": None, "fp32": torch.float32, "bf16": torch.bfloat16}

@@ -16,11 +16,11 @@ from shardwright.plan.predict import Choice, chosen_groups, workload_of
 from shardwright.plan.subject import Subject, names_of_groups
 from shardwright.plan.workload import Workload
 from shardwright.quantized.codecs import codec_of
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.named import named
 from shardwright.train.eager import precision_of
 from shardwright.train.engine import TrainingProcess
 from shardwright.train.expected import peak_of
-from shardwright.train.named import named
 
 
 class _ChangedLogits(Exception):

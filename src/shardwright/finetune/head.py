@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwright.finetune.windows import IGNORED
+from shardwright.data.windows import IGNORED
 from shardwright.ops.linear_loss import linear_cross_entropy
 
 _log = logging.getLogger(__name__)

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from shardwright import hf
+from shardwright.data.feed import feed_of
+from shardwright.data.windows import positions_for
 from shardwright.errors import DataError
 from shardwright.finetune.engine import TunedEngine
 from shardwright.finetune.expected import expected_peak
-from shardwright.finetune.feed import feed_of
-from shardwright.finetune.windows import positions_for
 from shardwright.hf import library
+from shardwright.lora import save_adapter
 from shardwright.plan.memory import HeldBytes
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
 from shardwright.train.engine import steps_of
 from shardwright.train.folder import RunFolder
-from shardwright.train.lora import save_adapter
 from shardwright.train.ranks import RankPlace
 
 _EDGE_NBYTES = 2**20

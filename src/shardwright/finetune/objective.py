@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardwright.data.windows import Batch
 from shardwright.finetune.head import HeadLoss
-from shardwright.finetune.windows import Batch
-from shardwright.train.config import Recipe
-from shardwright.train.lora import without_adapters
-from shardwright.train.named import named
+from shardwright.lora import without_adapters
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.named import named
 
 
 class Objective(Protocol):

@@ -27,11 +27,11 @@ from shardwright.finetune.job import fingerprint
 from shardwright.hf import library
 from shardwright.hf.load import encoded_names
 from shardwright.hf.weights import under_model_names
+from shardwright.lora import ADAPTER_CONFIG, adapter_parts, base_of_adapter, merged_weight, read_lora
 from shardwright.quantized.codecs import codec_of
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.resolve import resolve
 from shardwright.train.folder import RunFolder
-from shardwright.train.lora import ADAPTER_CONFIG, adapter_parts, base_of_adapter, merged_weight, read_lora
-from shardwright.train.resolve import resolve
 
 _DEFAULTS = Recipe()
 

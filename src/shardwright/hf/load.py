@@ -17,15 +17,15 @@ from shardwright.checkpoint.load import fill, install
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.sources import open_source
 from shardwright.checkpoint.target import LoadPlan, allocated, plan
+from shardwright.checkpoint.url import Location
 from shardwright.engine.building.grouping import hints_of, suggested
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
 from shardwright.hf import library
 from shardwright.hf.weights import under_model_names
+from shardwright.lora import Lora, adapter_names, add_lora, reset_adapters
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardwright.quantize import quantisable, quantize_
-from shardwright.storage import Location
-from shardwright.train.lora import Lora, adapter_names, add_lora, reset_adapters
 from shardwright.transport.cpu.pages import give_back_freed_pages
 
 

@@ -27,9 +27,9 @@ from shardwright.hf.adapters import carries_peft, save_peft
 from shardwright.hf.arguments import check_arguments
 from shardwright.hf.export import save_pretrained
 from shardwright.hf.load import shard
+from shardwright.lora import adapters_in, save_adapter, trained_part
 from shardwright.module import FSDPModule, register_fsdp_forward_method
 from shardwright.ops.clip import clip_grad_norm_
-from shardwright.train.lora import adapters_in, save_adapter, trained_part
 from shardwright.transport.collect import take_values_of_rank_0
 
 TESTED = ((5, 23), (5, 25))

@@ -1,11 +1,11 @@
 """Foresight: what a training step takes and holds, before anything is rented (docs/plan.md)."""
 
+from shardwright.plan.file import Plan
 from shardwright.plan.predict import Choice, Estimate, estimate
 from shardwright.plan.questions import fewest_ranks, largest_batch, longest_sequence, savings
 from shardwright.plan.search import FoundPlan, search
 from shardwright.plan.subject import Subject, of_model
 from shardwright.plan.transformer import Architecture, Microbatch
-from shardwright.planned import Plan
 
 __all__ = [
     "Architecture",

@@ -13,9 +13,9 @@ from shardwright.engine.building.grouping import Groups, shard_groups
 from shardwright.errors import InputError
 from shardwright.module import FSDPModule
 from shardwright.plan.cluster import Cluster
+from shardwright.plan.file import OFFLOADS, Plan
 from shardwright.plan.predict import Choice
 from shardwright.plan.search import grouped
-from shardwright.planned import OFFLOADS, Plan
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION
 from shardwright.quantize import quantisable, quantize_
 from shardwright.transport.mesh import default_mesh

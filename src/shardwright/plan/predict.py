@@ -23,6 +23,7 @@ from shardwright.plan.constants import (
     Accuracy,
 )
 from shardwright.plan.events import TracedGroup
+from shardwright.plan.file import offload_name
 from shardwright.plan.groups import traced_groups
 from shardwright.plan.levers import coded, first_blocks, kept_groups, recomputed, recomputes
 from shardwright.plan.memory import AtRest, HeldBytes, Sharding, memory, peak, reserved
@@ -35,7 +36,6 @@ from shardwright.plan.trace import trace
 from shardwright.plan.transformer import Architecture, Microbatch, Recompute
 from shardwright.plan.transformer import workload as workload_of_numbers
 from shardwright.plan.workload import OpKind, Workload
-from shardwright.planned import offload_name
 from shardwright.policy import DEFAULT_OFFLOAD, Base, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from shardwright.quantized.codec import encodings
 from shardwright.schedule.schedule import Phase, Schedule

@@ -21,11 +21,11 @@ from shardwright.observe.memory.out_of_memory import Exhausted, TensorShape
 from shardwright.observe.memory.report import Category
 from shardwright.plan.cluster import Cluster, DeviceSpec, device
 from shardwright.plan.constants import MEMORY_ERROR
+from shardwright.plan.file import offload_name
 from shardwright.plan.levers import first_blocks
 from shardwright.plan.predict import Choice
 from shardwright.plan.search import Candidate, Space, Tried, any_loss, space_of
 from shardwright.plan.subject import of_model
-from shardwright.planned import offload_name
 from shardwright.torch_private import STATE_KEY, current_graph_task, tree_map
 
 _SHOWN = 3

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from shardwright.plan.answer import in_words
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.constants import MEMORY_ERROR
+from shardwright.plan.file import BASES, OFFLOADS, Plan, PlannedGroup, offload_name
 from shardwright.plan.levers import first_blocks, kept_groups, merged, neighbours, recomputes
 from shardwright.plan.predict import Choice, Estimate, a_cluster, price
 from shardwright.plan.presets import preset
 from shardwright.plan.subject import Subject, of_model
 from shardwright.plan.transformer import Architecture
 from shardwright.plan.workload import Workload
-from shardwright.planned import BASES, OFFLOADS, Plan, PlannedGroup, offload_name
 from shardwright.policy import Base, Offload
 from shardwright.torch_private import tree_leaves
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shardwright import clock, xla
 from shardwright.checkpoint import Restored
+from shardwright.checkpoint.url import Location
 from shardwright.checkpoint.xla import load_xla, save_xla
-from shardwright.storage import Location
-from shardwright.train.config import Recipe
-from shardwright.train.data import TrainBatches, split_targets
+from shardwright.data.text import TrainBatches, split_targets
+from shardwright.recipe.config import Recipe
 from shardwright.train.devices import DevicePlace
 from shardwright.train.engine import Reading, Sizes
 from shardwright.train.loop import learning_rate

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwright.train.config import Recipe
-from shardwright.train.data import Share
+from shardwright.data.text import Share
+from shardwright.recipe.config import Recipe
 from shardwright.xla import processes
 
 

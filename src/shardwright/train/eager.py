@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from shardwright import clock
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, async_save, load, save
+from shardwright.checkpoint.url import Location, RemotePath
+from shardwright.data.text import TrainBatches, split_targets
 from shardwright.errors import ConfigError
 from shardwright.module import FSDPModule
 from shardwright.observe.memory.report import Category, MemoryReport
-from shardwright.planned import OFFLOADS, Plan
+from shardwright.plan.file import OFFLOADS, Plan
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.storage import Location, RemotePath
-from shardwright.train.config import OptimizerConfig, Recipe
-from shardwright.train.data import TrainBatches, split_targets
+from shardwright.recipe.config import OptimizerConfig, Recipe
 from shardwright.train.engine import Reading, Sizes
 from shardwright.train.loop import learning_rate
 from shardwright.train.models import Transformer, flops_of, loss_of

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardwright.checkpoint import Restored
+from shardwright.checkpoint.url import Location
+from shardwright.data.text import Share
 from shardwright.plan.memory import HeldBytes
-from shardwright.storage import Location
-from shardwright.train.config import Recipe, TrainingConfig
-from shardwright.train.data import Share
+from shardwright.recipe.config import Recipe, TrainingConfig
 from shardwright.train.folder import RunFolder
 
 

@@ -15,7 +15,7 @@ from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.workload import Workload
 from shardwright.policy import DEFAULT_OFFLOAD, SchedulePolicy
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
 from shardwright.train.eager import plan_of, policies_of, precision_of
 from shardwright.train.engine import TrainingProcess
 from shardwright.train.models import Transformer, loss_of

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.storage import LOCK, FolderLock
+from shardwright.checkpoint.url import Location, location_of
 from shardwright.errors import ConfigError, InputError
 from shardwright.extras import from_extra
 from shardwright.observe.steps.rings import Ring, write
-from shardwright.storage import Location, location_of
 
 with from_extra("checkpoint"):
     from safetensors.torch import load_file, save_file

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.folder import published
+from shardwright.data.text import FILE_START
 from shardwright.extras import from_extra
-from shardwright.train.config import ModelConfig
-from shardwright.train.data import FILE_START
+from shardwright.recipe.config import ModelConfig
+from shardwright.recipe.resolve import resolve
 from shardwright.train.folder import RunFolder
-from shardwright.train.resolve import resolve
 
 with from_extra("checkpoint"):
     from safetensors.torch import save_file

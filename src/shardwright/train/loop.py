@@ -19,7 +19,7 @@ import torch
 from shardwright import clock
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import NonFinite
-from shardwright.train.config import OptimizerConfig, Recipe
+from shardwright.recipe.config import OptimizerConfig, Recipe
 from shardwright.train.engine import Engine, Reading
 from shardwright.train.flops import peak_flops
 from shardwright.transport.host_memory import resident_nbytes

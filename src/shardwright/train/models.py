@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.train.config import ModelConfig
+from shardwright.recipe.config import ModelConfig
 from shardwright.train.flops import flops_per_token
 
 VOCABULARY = 256

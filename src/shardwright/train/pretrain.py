@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shardwright.data.text import TrainBatches, heldout_windows, read_corpus
 from shardwright.plan.memory import HeldBytes
-from shardwright.train.config import Recipe
-from shardwright.train.data import TrainBatches, heldout_windows, read_corpus
+from shardwright.recipe.config import Recipe
 from shardwright.train.engine import Engine, TrainingProcess, steps_of
 from shardwright.train.folder import RunFolder
 from shardwright.train.models import Transformer

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwright import clock
 from shardwright.checkpoint import StopRequest
 from shardwright.columns import in_words
+from shardwright.data.text import Share
 from shardwright.engine.listeners import listeners
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.observe.watch.lifecycle import keep_watch, leave, set_watch, store_address
-from shardwright.train.config import LaunchConfig, Recipe
-from shardwright.train.data import Share
+from shardwright.recipe.config import LaunchConfig, Recipe
 from shardwright.train.launch import (
     CLOSED_PIPE,
     CPU_RANKS,

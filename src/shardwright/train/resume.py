@@ -18,10 +18,10 @@ from shardwright.checkpoint import Restored
 from shardwright.checkpoint.folder import complete_steps, find, step_folder, storage_of
 from shardwright.checkpoint.sources import open_source
 from shardwright.checkpoint.storage import Held
+from shardwright.checkpoint.url import Location
 from shardwright.checkpoint.writer import set_aside_after
 from shardwright.errors import CheckpointError, ConfigError, DamagedError, StorageError, UnreadError
-from shardwright.storage import Location
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
 from shardwright.train.engine import TrainingProcess
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Best, Loop

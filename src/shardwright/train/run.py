@@ -29,19 +29,19 @@ from shardwright import clock
 from shardwright.checkpoint import StopRequest, background
 from shardwright.checkpoint.folder import is_complete, step_folder
 from shardwright.checkpoint.storage import Held, holder
+from shardwright.checkpoint.url import Location
 from shardwright.columns import in_words
 from shardwright.errors import ConfigError
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.watch.lifecycle import late_over_the_run
-from shardwright.planned import Plan
-from shardwright.storage import Location
-from shardwright.train.config import Recipe
+from shardwright.plan.file import Plan
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.resolve import Resolved
 from shardwright.train.engine import Job, TrainingProcess
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import WARM_UP_STEPS, Listener, Loop, Progress, StepReport
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
 from shardwright.train.report import Screen, beside_prediction, figures, written
-from shardwright.train.resolve import Resolved
 from shardwright.train.resume import batch_of, check_storage, choose, restore, with_saved_batch
 from shardwright.train.trackers import Row, TrackedRun, check_installed, tracking
 from shardwright.transport.host_memory import peak_resident_nbytes, resident_nbytes

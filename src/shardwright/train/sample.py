@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
+from shardwright.data.text import FILE_START
 from shardwright.errors import printable
-from shardwright.train.config import SampleConfig
-from shardwright.train.data import FILE_START
+from shardwright.recipe.config import SampleConfig
+from shardwright.recipe.resolve import Resolved, resolve
 from shardwright.train.folder import RunFolder
 from shardwright.train.models import Transformer
-from shardwright.train.resolve import Resolved, resolve
 
 
 @torch.no_grad()

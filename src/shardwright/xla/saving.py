@@ -17,9 +17,9 @@ from shardwright.checkpoint.live import Whole
 from shardwright.checkpoint.load import Restored, load
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.sources import locate, open_source
+from shardwright.checkpoint.url import Location, location_of
 from shardwright.checkpoint.writer import Keep
 from shardwright.errors import CheckpointError
-from shardwright.storage import Location, location_of
 from shardwright.xla.checkpoint import named_state, optimizer_state, option_groups
 from shardwright.xla.processes import is_first_process, together
 from shardwright.xla.spmd_model import spmd_model_of

@@ -15,7 +15,7 @@ from shardwright.cli.outputs import check_file
 from shardwright.cli.verb import add_verb, check_exists, work
 from shardwright.errors import ConfigError
 from shardwright.observe.steps.drawing import savable
-from shardwright.train.shipped import recipe_at
+from shardwright.recipe.shipped import recipe_at
 
 SEQUENCE, ROWS = 2048, 1
 """Of a microbatch, where nothing else is said."""
@@ -128,4 +128,4 @@ def _check_model(known: argparse.Namespace) -> None:
             "(.toml) or the name of one of the package; a row of a table takes --models CSV as well"
         )
     if known.models is None and known.model.endswith(".toml"):
-        import_module("shardwright.train.resolve").resolve(known.model)  # pydantic comes with an extra
+        import_module("shardwright.recipe.resolve").resolve(known.model)  # pydantic comes with an extra

@@ -6,13 +6,13 @@ shardwright train RECIPE [--backend eager|xla] [--resume [auto|STEP]] [--json] [
 import argparse
 from typing import Any
 
-from shardwright.cli.keys import add_keys, given_keys
 from shardwright.cli.outputs import check_folder
 from shardwright.cli.verb import add_verb, is_first, work
 from shardwright.extras import require
-from shardwright.train.inputs import check_inputs
+from shardwright.recipe.inputs import check_inputs
+from shardwright.recipe.keys import add_keys, given_keys
+from shardwright.recipe.resolve import resolve
 from shardwright.train.launch import check_ranks
-from shardwright.train.resolve import resolve
 from shardwright.train.tasks import is_rank
 from shardwright.train.trackers import check_installed
 

@@ -24,7 +24,7 @@ from shardwright.observe.steps.drawing import Arrow, Bar, Drawing, Level, Shade
 from shardwright.observe.steps.rings import Record, Ring
 from shardwright.observe.steps.step_memory import levels
 from shardwright.observe.steps.trace_events import trace_events
-from shardwright.planned import Plan
+from shardwright.plan.file import Plan
 
 _LANES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce"}
 _MOVES = ("unshard", "participate", "wait", "reduce", "wait-reduce", "all-reduce", "finalize", "words")

@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwright.checkpoint.url import local_copy
+from shardwright.data.kinds import kind_of
 from shardwright.errors import DataError
-from shardwright.storage import local_copy
-from shardwright.train.config import DataConfig
-from shardwright.train.kinds import kind_of
+from shardwright.recipe.config import DataConfig
 
 FILE_START = b"\0"
 """Stands before every file: what a sample without a prompt begins with. Text holds no NUL."""

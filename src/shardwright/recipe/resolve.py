@@ -18,8 +18,8 @@ from typing import Any, Literal
 from shardwright.errors import ConfigError, nearest
 from shardwright.extras import from_extra
 from shardwright.files import parsed
-from shardwright.train.config import Recipe
-from shardwright.train.shipped import SHIPPED, recipe_at
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.shipped import SHIPPED, recipe_at
 
 with from_extra("train"):
     import tomli_w

@@ -2,14 +2,14 @@
 
 A recipe is one TOML file with these sections. Values come from, in rising order: the defaults below, the
 file, the command line (``--training.steps 50``). There is no hidden file, and no environment variable changes
-a value. How the three are merged and checked is in :mod:`shardwright.train.resolve`.
+a value. How the three are merged and checked is in :mod:`shardwright.recipe.resolve`.
 """
 
 from typing import Annotated, Literal
 
 from shardwright.extras import from_extra
 from shardwright.policy import Lora, Offload, SchedulePolicy, WatchPolicy
-from shardwright.train.section import Seconds, Section, keys_of
+from shardwright.recipe.section import Seconds, Section, keys_of
 
 with from_extra("train"):
     from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator

@@ -1,6 +1,6 @@
 """A recipe to begin from, with a comment on every key, and the JSON schema of recipes for editors.
 
-Both are made of the declarations in :mod:`shardwright.train.config`, which also check a recipe.
+Both are made of the declarations in :mod:`shardwright.recipe.config`, which also check a recipe.
 """
 
 import inspect
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.train.config import Recipe
-from shardwright.train.resolve import Resolved, entry, resolve
-from shardwright.train.shipped import SHIPPED
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.resolve import Resolved, entry, resolve
+from shardwright.recipe.shipped import SHIPPED
 
 KINDS = {
     "pretrain": "quickstart",

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwright.data.store import Examples
 from shardwright.errors import DataError
-from shardwright.finetune.store import Examples
 
 IGNORED = -100
 """The target that ``cross_entropy`` leaves out."""

@@ -17,11 +17,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+from shardwright.data.formats import reader_of
+from shardwright.data.text import NO_TEXT, check_found, corpus_paths, corpus_root, drawn, is_text, told_of
 from shardwright.errors import DataError, MissingExtra
 from shardwright.files import parsed, reason_of
-from shardwright.finetune.formats import reader_of
-from shardwright.train.config import DataConfig
-from shardwright.train.data import NO_TEXT, check_found, corpus_paths, corpus_root, drawn, is_text, told_of
+from shardwright.recipe.config import DataConfig
 
 _HEAD_NBYTES = 2**16
 _BLOCK_NBYTES = 2**20
@@ -148,7 +148,7 @@ def find(config: DataConfig) -> DataSource:
 
 def _tables() -> Any:
     """The module that reads tables; its packages are imported where there is one."""
-    return import_module("shardwright.finetune.tables")
+    return import_module("shardwright.data.tables")
 
 
 def _on_the_hub(config: DataConfig) -> Any:

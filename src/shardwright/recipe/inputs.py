@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwright.errors import DataError, InputError
 from shardwright.files import is_size, parsed
-from shardwright.train.config import Recipe
+from shardwright.recipe.config import Recipe
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TOY = "runs/quickstart-llama"

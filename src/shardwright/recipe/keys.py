@@ -3,8 +3,8 @@
 import argparse
 from typing import Any, Literal, get_args, get_origin
 
-from shardwright.train.config import Recipe
-from shardwright.train.resolve import entry
+from shardwright.recipe.config import Recipe
+from shardwright.recipe.resolve import entry
 
 _PATHS = ("folder", "path", "cache", "plan")
 _METAVARS = {bool: "{true,false}", int: "N", float: "X", str: "TEXT"}

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwright.finetune.windows import Batch, Windows, batch_of
-from shardwright.train.data import Order, Share
+from shardwright.data.text import Order, Share
+from shardwright.data.windows import Batch, Windows, batch_of
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.data.mixture import MixedOrder, Mixture
+from shardwright.data.store import Tokenised, tokenised
+from shardwright.data.text import Order, Share, entropy
+from shardwright.data.windows import Windows, packed, paired, stream
 from shardwright.errors import DataError, InputError
-from shardwright.finetune.mixture import MixedOrder, Mixture
-from shardwright.finetune.store import Tokenised, tokenised
-from shardwright.finetune.windows import Windows, packed, paired, stream
-from shardwright.train.config import Recipe
-from shardwright.train.data import Order, Share, entropy
+from shardwright.recipe.config import Recipe
 
 
 @dataclass(frozen=True)

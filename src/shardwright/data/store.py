@@ -27,12 +27,12 @@ import numpy as np
 
 from shardwright import clock
 from shardwright.checkpoint.storage import FolderLock, Held
+from shardwright.data.encode import Encoder, Example
+from shardwright.data.formats import BadRecord, Preference, parse
+from shardwright.data.sources import DataSource, Row, find, pieces
+from shardwright.data.text import chosen_to
 from shardwright.errors import DataError
-from shardwright.finetune.encode import Encoder, Example
-from shardwright.finetune.formats import BadRecord, Preference, parse
-from shardwright.finetune.sources import DataSource, Row, find, pieces
-from shardwright.train.config import DataConfig
-from shardwright.train.data import chosen_to
+from shardwright.recipe.config import DataConfig
 
 _FORMAT = 2  # 2: records of which the chat template leaves out calls of tools are refused
 _AT_ONCE = 512  # records given to the tokenizer, which works on them in parallel

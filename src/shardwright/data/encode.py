@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.data.formats import BadRecord, Chat, Completion, Instruction, Message, Record, Text
+from shardwright.data.sources import TextPiece
 from shardwright.files import reason_of
-from shardwright.finetune.formats import BadRecord, Chat, Completion, Instruction, Message, Record, Text
-from shardwright.finetune.sources import TextPiece
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _LOST_SHOWN = 3
