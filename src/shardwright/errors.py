@@ -31,7 +31,12 @@ import warnings
 from collections import abc
 
 REMOVED = {
-    "one_copy_per_host": "one_copy_per_host was removed: it took more memory, and no less time; leave it out"
+    "one_copy_per_host": "one_copy_per_host was removed: it took more memory, and no less time; leave it out",
+    "max_gathers": "max_gathers was removed: set depth, which limits all-gathers in flight to one more",
+    "keep_nbytes": "keep_nbytes was removed: set keep_last, a number of groups",
+    "ahead": "ahead was removed: call set_modules_to_forward_prefetch or set_modules_to_backward_prefetch",
+    "forget_after": "forget_after was removed: what no rank has used for 100 backwards leaves the schedule",
+    "wire_nbytes": "wire_nbytes was removed: all copies on a host take at most a quarter of its free memory",
 }
 """Options of earlier versions, in calls and recipes, and what is said of them."""
 

@@ -6,7 +6,7 @@ planned from it can tell by identity whether it is still the one in force.
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf, sqrt
@@ -153,9 +153,9 @@ class Wire(StrEnum):
 
     - ``PLAIN``: every rank's shards, and gradients without their zeros.
     - ``DIFFERENCE``: what has changed since the last all-gather of the same group, compressed without loss.
-      Each rank keeps a copy of the whole model on the host, in the dtype that is sent, as far as
-      ``SchedulePolicy.wire_nbytes`` allows. Gradients are compressed without loss, too. This needs
-      ``pip install 'shardwright[wire]'``.
+      Each rank keeps a copy of the whole model on the host, in the dtype that is sent, as far as all copies
+      on a host fit into a quarter of its free memory: ``explain`` shows their bytes, and which groups have
+      none. Gradients are compressed without loss, too. This needs ``pip install 'shardwright[wire]'``.
     - ``AUTO``: the faster choice for the link, which is measured before the first step. A slow link gets all
       of ``DIFFERENCE``; on a faster one nothing is compressed, and unchanged values aren't gathered a second
       time. This needs the same extra.
@@ -211,33 +211,20 @@ class SchedulePolicy(_WithoutRemoved):
         depth: how many groups ahead of the one in use are prefetched.
         budget_nbytes: bytes that prefetched groups may hold while they aren't in use yet; None: ``depth`` is
             the only bound.
-        max_gathers: all-gathers in flight, including the one that is needed now; None: ``depth`` is the only
-            bound.
         max_reductions: reduce-scatters in flight. Before one more is issued, the oldest one must end. So at
             most this many groups hold an unsharded gradient, besides the group whose gradient is being
             computed.
         keep_last: how many of the groups that the backward needs first stay unsharded from the forward on, if
             their ``reshard_after_forward`` is None. This costs no more memory than their prefetch would.
-        keep_nbytes: more groups stay unsharded, as long as all of them together take at most this many bytes.
         bucket_cap_mb: MiB of small groups that share a collective with another group; 0: each has its own.
             Their all-gathers are issued ahead of use, and their gradients are held back until the shared
             reduce-scatter. Groups that share one count as one group in the other fields.
-        ahead: phase ("forward" or "backward") -> group -> the groups to gather when it begins there, in
-            order, instead of the next ``depth`` ones. Groups are named by the paths of their modules
-            ("blocks.0", "norm+head"). Lists given to ``set_modules_to_forward_prefetch`` and
-            ``set_modules_to_backward_prefetch`` take precedence.
         row_wise: a group that is one ``nn.Embedding`` moves only the rows in use: the all-gather moves those
             that any rank looks up, the reduce-scatter those that any rank has a gradient of. Results are bit
             for bit the same. If other code has hooks on the embedding, all rows are moved. None: True between
             CPU ranks over a network, with ``wire`` plain, for an embedding larger than ``bucket_cap_mb``.
-        forget_after: with ``agreement="strict"``, a group that no rank has used for this many backwards
-            leaves the schedule, so that its bytes are no longer moved. At its next use it is treated like a
-            new group.
         wire: what all-gathers over a network send: shards (plain), what has changed of them (difference), or
             the faster one for the link (auto). A ``Wire``, or its value or name as text.
-        wire_nbytes: bytes of host memory that the copies for ``wire`` may take on a rank; the first groups
-            that fit get one. None: a quarter of the host's free memory, divided by its ranks. ``explain``
-            shows their bytes, and which groups have none.
         agreement: whether ranks agree on what they launch; off: all must run the same modules in the same
             order. An ``Agreement``, or its value or name as text. The default is the environment variable
             ``SHARDWRIGHT_AGREEMENT``, else strict. If ranks differ in it, an error is raised before their
@@ -256,16 +243,11 @@ class SchedulePolicy(_WithoutRemoved):
     forward_prefetch: bool = True
     depth: int = limited(1, ge=0)
     budget_nbytes: int | None = limited(None, ge=0)
-    max_gathers: int | None = limited(None, ge=1)
     max_reductions: int = limited(2, ge=1)
     keep_last: int = limited(1, ge=0)
-    keep_nbytes: int = limited(0, ge=0)
     bucket_cap_mb: float = limited(1.0, ge=0)
-    ahead: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(default_factory=dict)
     row_wise: bool | None = None
-    forget_after: int = limited(100, ge=1)
     wire: Wire = Wire.PLAIN
-    wire_nbytes: int | None = limited(None, ge=0)
     agreement: Agreement = dataclasses.field(default_factory=_agreement)
 
     @property
@@ -284,25 +266,6 @@ class SchedulePolicy(_WithoutRemoved):
         check(self)
         if self.bucket_cap_mb == inf:
             raise InputError("SchedulePolicy.bucket_cap_mb must be a number of MiB >= 0, got inf")
-        object.__setattr__(self, "ahead", _lists(self.ahead))
-
-
-def _lists(ahead: Any) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Phase -> name -> names. Raises: InputError for anything else."""
-
-    def are_names(names: Any) -> bool:
-        return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-
-    def are_lists(lists: Any) -> bool:
-        return isinstance(lists, Mapping) and are_names([*lists]) and all(map(are_names, lists.values()))
-
-    is_phases = isinstance(ahead, Mapping) and {*ahead} <= {"forward", "backward"}
-    if not is_phases or not all(map(are_lists, ahead.values())):
-        raise InputError(
-            "SchedulePolicy.ahead must map a phase, and in it a group's name, to a list of names, got "
-            f'{ahead!r}; for instance {{"forward": {{"blocks.0": ["blocks.1", "blocks.2"]}}}}'
-        )
-    return {phase: {key: (*names,) for key, names in lists.items()} for phase, lists in ahead.items()}
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,6 @@ class ScheduleSetters(Owner):
             policy: the same on all ranks; see ``SchedulePolicy``.
 
         Raises:
-            InputError: the policy names a group that the model doesn't have.
             MissingExtra: its ``wire`` needs ``pip install 'shardwright[wire]'``.
         """
         self._unit().runtime.set_policy(policy)

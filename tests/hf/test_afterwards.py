@@ -11,13 +11,13 @@ pytest.importorskip("transformers", reason="needs the extra: pip install 'shardw
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from shardwright.lora import Lora, add_lora, save_adapter
 
 from shardwright import cli
 from shardwright.checkpoint import shardfile
 from shardwright.finetune import tuned
 from shardwright.finetune.job import FineTuning
 from shardwright.hf.load import encoded_names
+from shardwright.lora import Lora, add_lora, save_adapter
 from shardwright.quantized.codecs import codec_of
 from shardwright.recipe.config import Recipe
 from shardwright.recipe.resolve import Resolved

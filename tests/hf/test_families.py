@@ -9,13 +9,13 @@ pytest.importorskip("transformers", reason="needs the extra: pip install 'shardw
 import torch
 import transformers
 from safetensors.torch import load_file
-from shardwright.lora import add_lora, save_adapter
 
 from shardwright import hf
 from shardwright.finetune import afterwards
 from shardwright.finetune.apart import keeps_apart
 from shardwright.finetune.head import HeadLoss
 from shardwright.finetune.tuned import find_tuned
+from shardwright.lora import add_lora, save_adapter
 from shardwright.recipe.config import AdapterConfig, Recipe
 from shardwright.recipe.resolve import Resolved
 from shardwright.train.folder import RunFolder

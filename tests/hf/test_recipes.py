@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 
 import torch
-from shardwright.lora import add_lora, without_adapters
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.checkpoint import load, save
@@ -21,6 +20,7 @@ from shardwright.errors import DataError, InputError
 from shardwright.finetune.engine import build_model
 from shardwright.finetune.objective import objective_of
 from shardwright.finetune.tuned import find_tuned, load_whole
+from shardwright.lora import add_lora, without_adapters
 from shardwright.recipe.config import OptimizerConfig
 from shardwright.recipe.named import named
 from shardwright.recipe.resolve import resolve

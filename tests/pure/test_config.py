@@ -241,16 +241,11 @@ def test_every_schedule_policy_is_reachable_from_a_recipe(tmp_path):
         forward_prefetch=False,
         depth=3,
         budget_nbytes=1000,
-        max_gathers=2,
         max_reductions=4,
         keep_last=0,
-        keep_nbytes=7,
         bucket_cap_mb=2.5,
-        ahead={"forward": {"blocks.0": ["blocks.1", "blocks.2"]}, "backward": {"blocks.2": ["blocks.0"]}},
         row_wise=True,
-        forget_after=5,
         wire="difference",
-        wire_nbytes=9,
         agreement="off",
     )
     changed = {key: value for key, value in asdict(wanted).items() if value != getattr(SchedulePolicy(), key)}

@@ -14,6 +14,7 @@ import torch
 
 from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
+from shardwright.schedule import recorded as recorded_schedules
 from shardwright.schedule.check import check
 from shardwright.schedule.follower import DONE, Follower, Mode
 from shardwright.schedule.recorded import RecordedSchedules, bits
@@ -292,9 +293,14 @@ MISSING = {
 }
 POLICIES = {
     "one reduction at a time": (f"~{STEP}~others deviates; others reduce 1; {STEP}", {"max_reductions": 1}),
-    "forgotten": (f"~{STEP}~{WITHOUT_1}{WITHOUT_1}{STEP}", {"forget_after": 2}),
+    "forgotten": (f"~{STEP}~{WITHOUT_1}{WITHOUT_1}{STEP}", {}),
     "nothing ahead": (f"~{STEP}~{STEP}", {"forward_prefetch": False, "backward_prefetch": "none"}),
 }
+
+
+@pytest.fixture(autouse=True)
+def two_backwards_without_it_forget_a_group(monkeypatch):
+    monkeypatch.setattr(recorded_schedules, "FORGET_AFTER", 2)
 
 
 def scenarios():
@@ -344,7 +350,7 @@ def test_no_scenario_is_written_down_that_is_not_played():
 
 
 def test_a_group_is_forgotten_after_so_many_backwards_without_it_also_where_none_has_used_it():
-    recorded = RecordedSchedules(SchedulePolicy(forget_after=2), (PLAIN,) * 2)
+    recorded = RecordedSchedules(SchedulePolicy(), (PLAIN,) * 2)
     order = tuple(Event(EventKind.FORWARD_BEGIN, group) for group in (0, 1))
     recorded.replace(Recorded((RecordedOrder(9, Phase.FORWARD, order),), recorded.specs))
     seen = []

@@ -8,6 +8,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -434,9 +435,8 @@ def test_ranks_stop_asking_once_the_schedule_has_all_their_orders(name):
 
 def test_a_group_that_nobody_uses_any_more_is_gathered_until_it_is_forgotten():
     steps = [same(A, B, C), *[same(A, C)] * 6, same(A, B, C), same(A, B, C)]
-    world, outcomes = run_world(
-        rounds_of, [steps] * 3, SchedulePolicy(forget_after=4, bucket_cap_mb=0), FACTS
-    )
+    with mock.patch.object(recorded, "FORGET_AFTER", 4):
+        world, outcomes = run_world(rounds_of, [steps] * 3, SchedulePolicy(bucket_cap_mb=0), FACTS)
     check_exact(world, [history for _, history in outcomes])
     for counts, _ in outcomes:
         assert [count > 0 for count in counts] == [True, *[False] * 6, True, False]

@@ -99,9 +99,7 @@ def test_a_plan_that_reshards_to_a_smaller_world_is_applied_as_it_was_priced(tmp
 
 
 def test_a_plan_keeps_every_field_in_its_file(tmp_path):
-    policy = SchedulePolicy(
-        depth=3, keep_nbytes=7, ahead={"forward": {"blocks.0": ["blocks.1"]}}, agreement="off"
-    )
+    policy = SchedulePolicy(depth=3, budget_nbytes=7, agreement="off")
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     groups = (PlannedGroup(('a."b"', "c"), False), PlannedGroup(("d",), 4))
     plan = Plan(
@@ -164,11 +162,6 @@ def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_
             InputError, match=r"is for 4 ranks, and there are 8: start 4, or make a plan for 8"
         ):
             refused(plan=dataclasses.replace(BY_HAND, ranks=4, shards=4))
-        ahead = SchedulePolicy(ahead={"forward": {"embedding+position": ["blocks.1"]}})
-        with pytest.raises(
-            InputError, match=r"names a group 'blocks.1' in ahead, and its groups are embedding"
-        ):
-            refused(plan=dataclasses.replace(BY_HAND, policy=ahead))
         coded = dataclasses.replace(BY_HAND, policy=SchedulePolicy(wire="difference"))
         with monkeypatch.context() as without, pytest.raises(MissingExtra, match=r"shardwright\[wire\]"):
             without.setattr("importlib.util.find_spec", lambda name: None)

@@ -24,7 +24,7 @@ from shardwright.schedule.schedule import (
     ScheduleEntry,
     event_in_words,
 )
-from shardwright.schedule.scheduler import fits, kept_for_backward, plan
+from shardwright.schedule.scheduler import fits, plan
 
 POLICIES = st.builds(
     SchedulePolicy,
@@ -32,10 +32,8 @@ POLICIES = st.builds(
     forward_prefetch=st.booleans(),
     depth=st.integers(0, 4),
     budget_nbytes=st.none() | st.integers(0, 30),
-    max_gathers=st.none() | st.integers(1, 4),
     max_reductions=st.integers(1, 4),
     keep_last=st.integers(0, 3),
-    keep_nbytes=st.integers(0, 40),
     bucket_cap_mb=st.integers(0, 40).map(lambda nbytes: nbytes / 2**20),
 )
 
@@ -149,8 +147,6 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
                     if action.group != event.group:
                         held = sum(facts[g].nbytes for g in in_flight.keys() - {event.group})
                         assert policy.budget_nbytes is None or held <= policy.budget_nbytes
-                        flying = {*in_flight.values()} - landed
-                        assert policy.max_gathers is None or len(flying) <= policy.max_gathers
                 elif action.kind in (ActionKind.WAIT, ActionKind.RESHARD):
                     landed.add(in_flight.pop(action.group, None))
                 elif action.kind is ActionKind.REDUCE:
@@ -320,9 +316,9 @@ def test_a_small_gradient_goes_with_the_next_large_one():
     assert reductions == [Action(ActionKind.REDUCE, (2,)), Action(ActionKind.REDUCE, (1, 0))]
 
 
-def test_groups_stay_for_the_backward_while_they_fit_in_the_bytes():
-    for keep_nbytes, kept in ((0, {4}), (19, {4}), (20, {3, 4}), (35, {2, 3, 4})):
-        schedule = plan(chain(5), SchedulePolicy(keep_nbytes=keep_nbytes), lambda _: GroupSpec(nbytes=10))
+def test_the_last_groups_stay_for_the_backward():
+    for keep_last, kept in ((0, set()), (1, {4}), (2, {3, 4}), (9, {0, 1, 2, 3, 4})):
+        schedule = plan(chain(5), SchedulePolicy(keep_last=keep_last), lambda _: GroupSpec(nbytes=10))
         resharded = {
             a.group
             for _, actions in schedule.phases[Phase.FORWARD]
@@ -338,9 +334,6 @@ def test_groups_stay_for_the_backward_while_they_fit_in_the_bytes():
         ({}, ["1", "2", "3", "4", ""]),
         ({"depth": 0}, ["", "", "", "", ""]),
         ({"depth": 2}, ["1 2", "3", "4", "", ""]),
-        ({"depth": 4, "max_gathers": 1}, ["", "", "", "", ""]),
-        ({"depth": 4, "max_gathers": 2}, ["1", "2", "3", "4", ""]),
-        ({"depth": 4, "max_gathers": 3}, ["1 2", "3", "4", "", ""]),
         ({"depth": 4, "budget_nbytes": 9}, ["", "", "", "", ""]),
         ({"depth": 4, "budget_nbytes": 19}, ["1", "2", "3", "4", ""]),
         ({"depth": 4, "budget_nbytes": 20}, ["1 2", "3", "4", "", ""]),
@@ -377,13 +370,6 @@ def test_groups_join_a_collective_of_another_one_up_to_the_cap(nbytes, cap, shar
     first, *_ = plan(chain(5), policy, lambda _: GroupSpec(nbytes=nbytes, bucket_key=0)).phases[Phase.FORWARD]
     issued = [action for action in first.actions if action.kind is ActionKind.UNSHARD]
     assert str(issued[1]) == f"unshard {shared}"
-
-
-def test_a_single_byte_is_kept_for_the_backward_where_one_may_be():
-    orders = {phase: events for phase, events in chain(3).items() if phase is Phase.BACKWARD}
-    for nbytes, kept in ((1, {2}), (0, set())):
-        policy = SchedulePolicy(keep_last=0, keep_nbytes=1)
-        assert kept_for_backward(orders, policy, lambda _, n=nbytes: GroupSpec(nbytes=n)) == kept
 
 
 def stops(*lines: str) -> Schedule:
@@ -484,13 +470,15 @@ def test_a_stop_prints_its_event_and_actions():
         {"forward_prefetch": "no"},
         {"max_reductions": 0},
         {"backward_prefetch": 1.5},
-        {"keep_nbytes": -1},
+        {"keep_last": -1},
         {"bucket_cap_mb": -1},
         {"bucket_cap_mb": float("nan")},
         {"bucket_cap_mb": "1"},
-        {"ahead": {"forward": {"blocks.0": "blocks.1"}}},
-        {"ahead": {"blocks.0": ["blocks.1"]}},
-        {"ahead": ["blocks.0"]},
+        {"max_gathers": 2},
+        {"keep_nbytes": 1},
+        {"ahead": {"forward": {"blocks.0": ["blocks.1"]}}},
+        {"forget_after": 5},
+        {"wire_nbytes": 0},
     ],
 )
 def test_a_policy_refuses_what_makes_no_sense(options):

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from shardwright.engine.step.consensus import Consensus
 from shardwright.engine.unit import unit_of
 from shardwright.errors import Diverged, InputError, StageError
+from shardwright.schedule import recorded
 from shardwright.schedule.sync import Synchronize, SyncPoint
 from shardwright.wrapper import FSDP, ModuleWrapPolicy
 from tests.ranks.models import Run, full
@@ -378,7 +380,7 @@ def test_no_optimizer_steps_with_a_backward_that_did_not_end_on_all_ranks(rank):
 
 def idles(rank, world):
     model = by_fully_shard()
-    model.set_schedule_policy(replace(STRICT, forget_after=3, bucket_cap_mb=0))
+    model.set_schedule_policy(replace(STRICT, bucket_cap_mb=0))
     launched = []
 
     def plan(rank, world, step):
@@ -388,7 +390,8 @@ def idles(rank, world):
     for step in range(11):
         log.keys.clear()
         log.agreed.clear()
-        loss_of(model, plan(rank, world, step), rank, step).backward()
+        with mock.patch.object(recorded, "FORGET_AFTER", 3):
+            loss_of(model, plan(rank, world, step), rank, step).backward()
         gathers = sum("all-gather parts.b" in key for key in log.keys)
         launched.append((gathers, log.num_asked > 0))
     return launched
@@ -412,8 +415,9 @@ def used_now_and_then(rank, world, step):
 @on_ranks(2, 3)
 def test_what_leaves_the_schedule_and_comes_back_is_exact(rank, world):
     model = by_fully_shard()
-    model.set_schedule_policy(replace(STRICT, forget_after=2))
-    train_beside_one_process(model, used_now_and_then, rank, world, 12)
+    model.set_schedule_policy(STRICT)
+    with mock.patch.object(recorded, "FORGET_AFTER", 2):
+        train_beside_one_process(model, used_now_and_then, rank, world, 12)
 
 
 def exchanges(rank, world, agreement):

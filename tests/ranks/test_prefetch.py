@@ -3,7 +3,6 @@
 import copy
 import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from shardwright import SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.groups.reducer import Reducer
 from shardwright.engine.unit import unit_of
-from shardwright.errors import InputError
 from shardwright.recipe.config import ModelConfig, Recipe, ScheduleConfig
 from shardwright.schedule.check import check
 from shardwright.schedule.schedule import ActionKind, EventKind, Phase
@@ -30,9 +28,9 @@ POLICIES = {
     "none": SchedulePolicy(backward_prefetch="none", forward_prefetch=False, keep_last=0),
     "post": SchedulePolicy(backward_prefetch="post"),
     "deep": SchedulePolicy(depth=3, max_reductions=4, keep_last=2),
-    "bounded": SchedulePolicy(depth=3, budget_nbytes=4000, max_gathers=1, max_reductions=1),
+    "bounded": SchedulePolicy(depth=3, budget_nbytes=4000, max_reductions=1),
     "apart": SchedulePolicy(bucket_cap_mb=0),
-    "in pairs": SchedulePolicy(bucket_cap_mb=2 * 3000 / 2**20, keep_nbytes=8000),
+    "in pairs": SchedulePolicy(bucket_cap_mb=2 * 3000 / 2**20, keep_last=3),
 }
 
 
@@ -90,26 +88,14 @@ def test_a_late_rank_changes_nothing(place, transport):
     assert run_ranks(2, delayed, place, transport) == expected
 
 
-@pytest.mark.parametrize("by_policy", [False, True])
 @on_ranks(2)
-def test_listed_modules_are_gathered_ahead_instead_of_the_next(rank, world, by_policy):
+def test_listed_modules_are_gathered_ahead_instead_of_the_next(rank, world):
     model = shard_decoder(build(num_blocks=4), fully_shard)
     apart = SchedulePolicy(bucket_cap_mb=0)
     model.set_schedule_policy(apart)
     first, second, third, fourth = model.blocks
-    if by_policy:
-        model.set_schedule_policy(
-            replace(
-                apart,
-                ahead={
-                    "forward": {"blocks.0": ["blocks.1", "blocks.2"]},
-                    "backward": {"blocks.3": ["blocks.1"]},
-                },
-            )
-        )
-    else:
-        first.set_modules_to_forward_prefetch([second, third])
-        fourth.set_modules_to_backward_prefetch([second])
+    first.set_modules_to_forward_prefetch([second, third])
+    fourth.set_modules_to_backward_prefetch([second])
     run = Run.of(model)
     for step in range(2):
         loss_of(model, batches(step, world)[rank]).backward()
@@ -125,15 +111,7 @@ def test_listed_modules_are_gathered_ahead_instead_of_the_next(rank, world, by_p
 
     assert issued(Phase.FORWARD, EventKind.FORWARD_BEGIN, first) == [index[second], index[third]]
     assert issued(Phase.BACKWARD, EventKind.BACKWARD_BEGIN, fourth) == [index[second]]
-    if by_policy:
-        with pytest.raises(
-            InputError, match=r"names groups that the model doesn't have: \['block.0'\]; it has .*'blocks.0'"
-        ):
-            model.set_schedule_policy(replace(apart, ahead={"forward": {"blocks.1": ["block.0"]}}))
-        assert model.schedule() == schedule
-        model.set_schedule_policy(apart)
-    else:
-        first.set_modules_to_forward_prefetch([])
+    first.set_modules_to_forward_prefetch([])
     schedule = model.schedule()
     assert issued(Phase.FORWARD, EventKind.FORWARD_BEGIN, first) == [index[second]]
 

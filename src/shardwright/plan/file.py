@@ -185,15 +185,6 @@ class Plan:
                 f"name{more}; {hint}Make a plan for this model (shardwright.plan.search)"
             )
 
-        groups = ["+".join(group.modules) for group in self.groups]
-        ahead = [name for lists in self.policy.ahead.values() for key in lists for name in (key, *lists[key])]
-        strange = [name for name in ahead if name not in groups]
-        if strange:
-            raise InputError(
-                f"the plan's policy names a group {strange[0]!r} in ahead, and its groups are "
-                f"{', '.join(groups)}: name one of these"
-            )
-
     def recompute(self, model: nn.Module) -> None:
         """Put the modules that it names under activation checkpointing: their forward keeps only its inputs
         and is computed again in the backward.

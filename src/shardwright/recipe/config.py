@@ -332,10 +332,7 @@ class LaunchConfig(Section):
     )
 
 
-_AHEAD = dict[Literal["forward", "backward"], dict[str, list[str]]]
-
-
-class ScheduleConfig(keys_of(SchedulePolicy, ahead=_AHEAD)):
+class ScheduleConfig(keys_of(SchedulePolicy)):
     """When collectives are issued: see ``SchedulePolicy``. It changes times and memory, never a number."""
 
     transport: Annotated[Literal["auto", "sockets", "collectives"], BeforeValidator(_transport)] = Field(

@@ -23,6 +23,7 @@ T = TypeVar("T")
 Orders = dict[Phase, tuple[Event, ...]]
 
 _TRAINING = {Phase.FORWARD, Phase.BACKWARD}
+FORGET_AFTER = 100  # backwards: long enough for what is used now and then, such as an expert
 _MAX_CELLS = 4_000_000  # of the table below; a larger middle (two wholly different orders) is put end to end
 
 
@@ -90,13 +91,13 @@ class RecordedSchedules:
     def note_used(self, used: int) -> None:
         """A backward has ended, of the groups that have a bit in ``used`` on some rank; every rank says so.
 
-        Those that no rank has used for ``forget_after`` backwards leave the forwards and backwards (not the
+        Those that no rank has used for ``FORGET_AFTER`` backwards leave the forwards and backwards (not the
         evaluations: what those have used no exchange tells).
         """
         self._idle = tuple(0 if used >> group & 1 else idle + 1 for group, idle in enumerate(self._idle))
-        if max(self._idle, default=0) < self.policy.forget_after:
+        if max(self._idle, default=0) < FORGET_AFTER:
             return
-        gone = {group for group, idle in enumerate(self._idle) if idle >= self.policy.forget_after}
+        gone = {group for group, idle in enumerate(self._idle) if idle >= FORGET_AFTER}
         every = {
             entry: {
                 phase: tuple(e for e in order if phase not in _TRAINING or e.group not in gone)

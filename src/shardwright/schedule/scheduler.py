@@ -48,7 +48,6 @@ class Scheduler:
         self.reducing: list[tuple[int, ...]] = []
         self.unstepped: list[int] = []
         self._issued = 0
-        self._landed: set[int] = set()
 
     def at(self, phase: Phase, event: Event, ahead: Iterable[int]) -> tuple[Action, ...]:
         """Actions at ``event``; ``ahead`` are the groups of the phase's later begin events, in order."""
@@ -88,7 +87,6 @@ class Scheduler:
             self._prefetch(phase, group, ahead, actions)
         if needed and group not in self.waited:
             self.waited.add(group)
-            self._landed.add(self.live[group])
             actions.append(Action(ActionKind.WAIT, (group,)))
 
     def _end_step(self, actions: list[Action]) -> None:
@@ -105,7 +103,7 @@ class Scheduler:
     def _reshard(self, phase: Phase, group: int, actions: list[Action], is_idle: bool = False) -> None:
         """Unless it is kept. is_idle: it was gathered for nothing."""
         if group in self.live and (is_idle or not self.spec_of(group).keeps(phase, group in self.kept)):
-            self._landed.add(self.live.pop(group))
+            del self.live[group]
             self.waited.discard(group)
             post_forward = phase is Phase.FORWARD and self.spec_of(group).smaller_world
             actions.append(
@@ -202,9 +200,7 @@ class Scheduler:
             joins = bool(batches) and self._joins(group, batches[-1])
             begun = self.spec_of(group).part_of in seen - {current, None}
             is_full = len(ahead) + len(batches) >= depth and not begun
-            if not joins and (is_full or not self._may_issue()):
-                break
-            if not self._within_budget(group, current):
+            if (is_full and not joins) or not self._within_budget(group, current):
                 break
             if joins:
                 batches[-1].append(group)
@@ -221,10 +217,6 @@ class Scheduler:
             return False
         sizes = (self.spec_of(other).nbytes for other in batch[1:])
         return fits(sizes, self.spec_of(group).nbytes, self.policy.bucket_cap_nbytes)
-
-    def _may_issue(self) -> bool:
-        in_flight = {self.live[group] for group in self.live if group not in self.waited} - self._landed
-        return self.policy.max_gathers is None or len(in_flight) < self.policy.max_gathers
 
     def _within_budget(self, group: int, current: int) -> bool:
         if self.policy.budget_nbytes is None:
@@ -256,17 +248,10 @@ def plan(
 def kept_for_backward(
     orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, spec_of: Callable[[int], GroupSpec]
 ) -> frozenset[int]:
-    """The groups that the backward needs first, of those that may be kept for it: the first ``keep_last``,
-    and more while all of them fit in ``keep_nbytes``."""
-    backward = (event.group for event in orders.get(Phase.BACKWARD, ()) if event.kind in BEGINS)
-    kept: list[int] = []
-    for group in dict.fromkeys(backward):
-        if spec_of(group).reshard_after_forward is None:
-            all_fit = 0 < sum(spec_of(g).nbytes for g in (*kept, group)) <= policy.keep_nbytes
-            if len(kept) >= policy.keep_last and not all_fit:
-                break
-            kept.append(group)
-    return frozenset(kept)
+    """The ``keep_last`` groups that the backward needs first, of those that may be kept for it."""
+    backward = dict.fromkeys(event.group for event in orders.get(Phase.BACKWARD, ()) if event.kind in BEGINS)
+    may = [group for group in backward if spec_of(group).reshard_after_forward is None]
+    return frozenset(may[: policy.keep_last])
 
 
 def _plan_phase(scheduler: Scheduler, phase: Phase, order: tuple[Event, ...]) -> tuple[ScheduleEntry, ...]:

@@ -67,7 +67,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         device_id: only its type is read; a CUDA process uses its current device.
         sync_module_states: give every rank the parameters and buffers of the mesh's first rank.
         forward_prefetch: accepted without effect; the next group is always prefetched in the forward here.
-        limit_all_gathers: at most two all-gathers in flight.
+        limit_all_gathers: accepted without effect; at most two all-gathers are in flight here.
         use_orig_params: False puts the parameters of this wrapper into one flat DTensor, ``_flat_param``,
             split evenly over ranks regardless of their borders (``_flat_param_1``, ... for other dtypes, and
             frozen ones). ``parameters()`` returns it; modules have views of it in forward and backward. State
@@ -121,7 +121,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         self.cpu_offload = cpu_offload or CPUOffload()
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self.mixed_precision = mixed_precision or MixedPrecision()
-        schedule = schedule_policy(self.backward_prefetch, limit_all_gathers)
+        schedule = schedule_policy(self.backward_prefetch)
         modules, params = _ignored(module, ignored_modules, ignored_states)
         ignored = [*params, *(param for each in modules for param in each.parameters())]
         check_foreign([module], {id(param) for param in ignored})

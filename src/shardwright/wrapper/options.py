@@ -152,7 +152,7 @@ def adopt(option: Any) -> Any:
     )
 
 
-def schedule_policy(prefetch: BackwardPrefetch | None, limit_all_gathers: bool) -> SchedulePolicy:
+def schedule_policy(prefetch: BackwardPrefetch | None) -> SchedulePolicy:
     """The schedule of a model that is wrapped with these arguments. Raises: InputError."""
     names = {
         None: When.NONE,
@@ -161,7 +161,7 @@ def schedule_policy(prefetch: BackwardPrefetch | None, limit_all_gathers: bool) 
     }
     if prefetch not in names:
         raise InputError(f"backward_prefetch must be a BackwardPrefetch or None, got {prefetch!r}")
-    return SchedulePolicy(backward_prefetch=names[prefetch], max_gathers=2 if limit_all_gathers else None)
+    return SchedulePolicy(backward_prefetch=names[prefetch])
 
 
 @dataclass(frozen=True)

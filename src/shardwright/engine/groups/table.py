@@ -9,7 +9,6 @@ from weakref import WeakSet
 
 from shardwright.engine.groups.gatherer import has_lookup
 from shardwright.engine.groups.group import ParamGroup, gathered_nbytes, grad_nbytes
-from shardwright.errors import InputError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import SchedulePolicy, Wire
 from shardwright.schedule.schedule import Event, EventKind, GroupSpec, Phase
@@ -18,8 +17,8 @@ from shardwright.transport.link import free_nbytes, measured, what_pays
 from shardwright.transport.recorder import Label
 
 _NO_ROOM = (
-    "its copy doesn't fit beside those before it in SchedulePolicy.wire_nbytes (by default a quarter of the "
-    "host's free memory, divided by its ranks)"
+    "its copy doesn't fit beside those before it: all copies on a host take at most a quarter of its free "
+    "memory"
 )
 
 tables: "WeakSet[GroupTable]" = WeakSet()
@@ -31,7 +30,6 @@ class GroupTable:
 
     root: the groups of the outermost module, which stay unsharded after a forward by default.
     chosen: whether it is up to date which groups move rows in use only.
-    listed: what the policy has gathered ahead of a group: field of ``GroupSpec`` -> group -> groups.
     around: told of a phase outside of any other before it begins, and None when it has ended.
     events: the events of each group, ready-made. labels: what records call the groups; () before ``label``.
     """
@@ -40,7 +38,6 @@ class GroupTable:
         self.groups: list[ParamGroup] = []
         self.root: tuple[ParamGroup, ...] = ()
         self.chosen = False
-        self.listed: dict[str, dict[int, tuple[int, ...]]] = {}
         self.events: dict[tuple[EventKind, ParamGroup | None], Event] = {
             (EventKind.STEP_END, None): Event(EventKind.STEP_END)
         }
@@ -93,9 +90,6 @@ class GroupTable:
         """What the scheduler knows of a group: what was asked of it, with what follows for the root and for
         rows in use; its bytes, and what it may share collectives with."""
         group, spec = self.groups[index], self._requested[index]
-        for field, ahead in self.listed.items():
-            if index in ahead and getattr(spec, field) is None:
-                spec = replace(spec, **{field: ahead[index]})
         by_rows = group.gatherer.rows is not None
         if by_rows or self._stays_as_root(group):
             spec = replace(spec, reshard_after_forward=by_rows, no_prefetch=by_rows)
@@ -114,26 +108,6 @@ class GroupTable:
     def specs(self) -> tuple[GroupSpec, ...]:
         """``effective`` of every group."""
         return tuple(self.effective(index) for index in range(len(self.groups)))
-
-    def list_ahead(self, policy: SchedulePolicy) -> None:
-        """Take over the policy's lists of groups to gather ahead. Raises: InputError for a name of no group,
-        before anything has changed."""
-        numbers = {group.name: index for index, group in enumerate(self.groups)}
-        named = {
-            name for lists in policy.ahead.values() for item in lists.items() for name in (item[0], *item[1])
-        }
-        unknown = sorted(named - numbers.keys())
-        if unknown:
-            raise InputError(
-                f"SchedulePolicy.ahead names groups that the model doesn't have: {unknown}; "
-                f"it has {[*numbers]}"
-            )
-        self.listed = {
-            f"ahead_in_{phase}": {
-                numbers[key]: tuple(map(numbers.__getitem__, names)) for key, names in lists.items()
-            }
-            for phase, lists in policy.ahead.items()
-        }
 
     def choose(self, policy: SchedulePolicy) -> None:
         """Have groups move rows in use only, or send what has changed, where ``policy`` says so and they
@@ -177,7 +151,5 @@ def _sends(group: ParamGroup, policy: SchedulePolicy) -> Sends:
 
 def _copies_nbytes(groups: Sequence[ParamGroup], policy: SchedulePolicy) -> float:
     """Bytes that the copies of all groups may take on this rank."""
-    if policy.wire_nbytes is not None:
-        return policy.wire_nbytes
     comms = [group.axis.comm.network for group in groups if _may_code(group, policy)]
     return min((free_nbytes(comm) / 4 for comm in comms), default=inf)

@@ -152,13 +152,14 @@ class Runtime:
             self._follow(step)
 
     def set_policy(self, policy: SchedulePolicy) -> None:
-        """Follow another policy, from the next phase on. Raises: InputError for a name of no group;
-        MissingExtra for a ``wire`` whose coder isn't installed."""
+        """Follow another policy, from the next phase on.
+
+        Raises: MissingExtra for a ``wire`` whose coder isn't installed.
+        """
         if policy.wire is not Wire.PLAIN:
             from shardwright.extras import require  # noqa: PLC0415 coded wires
 
             require("wire", "zstandard")
-        self.table.list_ahead(policy)
         if policy.agreement is not self.policy.agreement:
             self.executor.compare_again()
             self._forget()
