@@ -438,14 +438,13 @@ def _in_one_batch(model: nn.Module) -> list[torch.Tensor]:
     of that one alone."""
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     own, seen = [(unit, unit_of(unit).groups[0]) for unit in units if unit_of(unit).groups], []
-    kept = frozenset[ParamGroup]() if isinstance(model, Routed) else None  # ranks have kept other ones
     for (unit, held), (other, group) in pairwise(own):
         if held.gatherer.decoding.extended:
             continue
         unit.unshard()
-        batches.unshard([held], kept)
+        batches.unshard([held], smaller=False)
         seen += _doubled(held)
-        batches.unshard([held, group], kept)
+        batches.unshard([held, group], smaller=False)
         seen += _doubled(held)
         group.wait()
         seen += _doubled(group)

@@ -34,7 +34,6 @@ from shardwright.schedule.sync import (
 )
 
 K = ActionKind
-GATHERS = (K.UNSHARD, K.UNSHARD_POST_FORWARD)
 
 
 class Played:
@@ -43,7 +42,7 @@ class Played:
     def __init__(self, specs, mode, policy):
         self.follower = Follower(policy, specs, mode)
         self.specs = specs
-        self.held, self.post_forward, self.unreduced, self.accumulating = set(), set(), set(), set()
+        self.held, self.smaller, self.unreduced, self.accumulating = set(), set(), set(), set()
         self.mask = 0
         self.stays = set()  # groups whose gradients no reduction takes
         self.num_asked = 0
@@ -52,7 +51,7 @@ class Played:
 
     @property
     def local(self):
-        return Local(*map(bits, (self.held, self.post_forward, self.unreduced, self.accumulating)))
+        return Local(*map(bits, (self.held, self.smaller, self.unreduced, self.accumulating)))
 
     def play(self, line):
         """What is made of it, in words."""
@@ -135,16 +134,15 @@ class Played:
 
     def do(self, action):
         groups = set(action.groups)
-        if action.kind in GATHERS:
+        if action.kind is K.UNSHARD:
             self.held |= groups
-        if action.kind in (K.UNSHARD_POST_FORWARD, K.PARTICIPATE_POST_FORWARD):
-            assert groups <= self.post_forward
-            self.post_forward -= groups
-        if action.kind in (K.RESHARD, K.RESHARD_POST_FORWARD):
+        if action.kind in (K.UNSHARD, K.PARTICIPATE) and action.smaller:
+            assert groups <= self.smaller
+            self.smaller -= groups
+        if action.kind is K.RESHARD:
             self.held -= groups
-        if action.kind in (K.RESHARD_POST_FORWARD, K.KEEP):
-            self.post_forward |= groups
-        if action.kind in (K.HOLD, K.REDUCE, K.ACCUMULATE):
+            self.smaller |= groups if action.smaller else set()
+        if action.kind in (K.HOLD, K.REDUCE):
             self.mask |= bits(groups)
             self.unreduced -= groups - self.stays
             self.accumulating -= groups
@@ -160,9 +158,7 @@ class Played:
             self.points = SyncPoint(0)
             local, used = self.local, self.used | sync.used
             missing = self.missing | every & ~local.held
-            result = ConsensusResult(
-                points, sync.entry, missing, every & ~local.post_forward, used, self.mask
-            )
+            result = ConsensusResult(points, sync.entry, missing, every & ~local.smaller, used, self.mask)
             used = "+".join(str(group) for group in range(len(self.specs)) if used >> group & 1)
             return f"{sync.point.name.lower().replace('_', '-')}{f' used {used}' if used else ''}", result
         if isinstance(sync, AllReduceMin):

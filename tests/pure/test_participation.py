@@ -215,8 +215,8 @@ class SimulatedRank:
                 total = frozenset(token for token in total if token[0] == group)
                 assert not total & before, "a gradient was added twice"
                 self.totals[group] = before | total
-        elif kind is ActionKind.FINALIZE and action.part is not None:
-            self.result = {g: total for g, total in self.totals.items() if action.part >> g & 1}
+        elif kind is ActionKind.FINALIZE and action.grads is not None:
+            self.result = {g: total for g, total in self.totals.items() if action.grads >> g & 1}
             self.totals, self.brought = {}, 0
 
     def hold(self, group: int) -> None:

@@ -181,12 +181,13 @@ def test_a_schedule_with_names_parses_back_too():
 forward
   F+ embedding : unshard embedding, unshard blocks.0 + blocks.1 + head, wait embedding
 backward
-  G  head : hold head
+  G  head : hold head, unshard blocks.0 + blocks.1/smaller
   E  : reduce head + blocks.0, finalize/5"""
     schedule = Schedule.parse(text, NAMES)
     assert str(schedule) == text
     assert schedule.phases[Phase.FORWARD][0].actions[1].groups == (1, 2, 3)
-    assert schedule.phases[Phase.BACKWARD][1].actions[1] == Action(ActionKind.FINALIZE, (), 5)
+    assert schedule.phases[Phase.BACKWARD][0].actions[1] == Action(ActionKind.UNSHARD, (1, 2), smaller=True)
+    assert schedule.phases[Phase.BACKWARD][1].actions[1] == Action(ActionKind.FINALIZE, (), grads=5)
     assert schedule == Schedule.parse(str(Schedule(schedule.phases)))
 
 
@@ -414,10 +415,28 @@ def test_what_a_backward_or_another_evaluation_may_still_need_is_sound(lines):
     check(stops(*lines))
 
 
-@pytest.mark.parametrize("line", ["F+ x: wait 0", "F+ 0: fetch 0", "F+ 0: wait", "F+ 0: wait 0+", "Q 0"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "F+ x: wait 0",
+        "F+ 0: fetch 0",
+        "F+ 0: wait",
+        "F+ 0: wait 0+",
+        "Q 0",
+        "F+ 0: wait 0/smaller",
+        "F+ 0: unshard 0/1",
+        "E: finalize/smaller",
+    ],
+)
 def test_text_that_is_not_a_schedule_is_refused_by_line(line):
     with pytest.raises(ValueError, match="line 2 of the schedule"):
         Schedule.parse(f"forward\n{line}")
+
+
+@pytest.mark.parametrize("verb", ["unshard", "participate", "reshard"])
+def test_the_words_of_older_schedules_are_refused_with_the_new_ones(verb):
+    with pytest.raises(ValueError, match=f"'{verb}-post-forward' is written {verb} GROUP/smaller now"):
+        Schedule.parse(f"forward\nF- 0: {verb}-post-forward 0")
 
 
 WITHOUT_ASSERTS = """

@@ -14,7 +14,7 @@ from shardwright.plan.cluster import FULL, DeviceSpec
 from shardwright.plan.presets import Preset
 from shardwright.plan.workload import GroupSize, Stretch, Workload
 from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
-from shardwright.schedule.schedule import RESHARDS, Action, ActionKind, Event, EventKind, Phase, Schedule
+from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
 
 _MASTER, _ADAM = 4, 8
 
@@ -155,9 +155,9 @@ class _Ledger:
             elif kind is ActionKind.WAIT:
                 held[Category.TRANSPORT] -= staged
                 held[Category.UNSHARDED] += decoded + (nbytes if staged else 0)
-            elif kind in RESHARDS:
+            elif kind is ActionKind.RESHARD:
                 self._reshard(nbytes + decoded)
-                if kind is ActionKind.RESHARD_POST_FORWARD:
+                if action.smaller:
                     self.kept[group] = nbytes // (self.sharding.smaller_world or self.sharding.shards)
                     held[Category.UNSHARDED] += self.kept[group]
             elif kind in (ActionKind.HOLD, ActionKind.REDUCE):

@@ -8,7 +8,7 @@ from shardwright.observe.memory.report import Category
 from shardwright.plan.cluster import GIB
 from shardwright.plan.memory import AtRest, HeldBytes, Sharding, decoded_while_read
 from shardwright.plan.workload import Workload
-from shardwright.schedule.schedule import RESHARDS, ActionKind, Phase, Schedule
+from shardwright.schedule.schedule import ActionKind, Phase, Schedule
 
 
 class PhaseBytes(NamedTuple):
@@ -64,7 +64,7 @@ def _evaluation(schedule: Schedule, workload: Workload) -> dict[Category, int]:
         for action in entry.actions:
             if action.kind is ActionKind.UNSHARD:
                 unsharded.update(action.groups)
-            elif action.kind in RESHARDS:
+            elif action.kind is ActionKind.RESHARD:
                 unsharded.difference_update(action.groups)
         sizes = [workload.groups[group] for group in unsharded]
         gathered = sum(size.at(workload.itemsize) + size.decoded(workload.itemsize) for size in sizes)

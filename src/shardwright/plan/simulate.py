@@ -19,7 +19,7 @@ from shardwright.plan.presets import Preset
 from shardwright.plan.prices import CollectiveCost, Prices, Seconds
 from shardwright.plan.workload import Stretch, Workload
 from shardwright.policy import CPUOffloadPolicy
-from shardwright.schedule.schedule import RESHARDS, Action, ActionKind, Phase, Schedule
+from shardwright.schedule.schedule import Action, ActionKind, Phase, Schedule
 
 _AT_REST, _ADAM = 4, 8
 """Bytes of an element of a shard and its gradient, and of its state in the optimizer."""
@@ -151,8 +151,8 @@ class _Step:
                 self._copy(action, size.numel * self.preset.gather_copies + decoded)
             if self.preset.releases == "wait":
                 self.released = lanes.free["compute"]
-        elif kind in RESHARDS:
-            if kind is ActionKind.RESHARD_POST_FORWARD:
+        elif kind is ActionKind.RESHARD:
+            if action.smaller:
                 self.kept.update(action.groups)
             self.freed.append(lanes.free["compute"])
             if self.preset.releases == "reshard":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.schedule import BEGINS, RESHARDS, Action, ActionKind, Phase, Schedule, ScheduleEntry
+from shardwright.schedule.schedule import BEGINS, Action, ActionKind, Phase, Schedule, ScheduleEntry
 
 
 def check(schedule: Schedule) -> None:
@@ -53,13 +53,13 @@ class _State:
     def take(self, stop: ScheduleEntry, action: Action, group: int) -> None:
         """What ``action`` does to one of its groups."""
         live, kind = self.live, action.kind
-        if kind in (ActionKind.UNSHARD, ActionKind.UNSHARD_POST_FORWARD):
+        if kind is ActionKind.UNSHARD:
             _require(group not in live, f"{stop}: group {group} is unsharded twice")
             live[group] = False
         elif kind is ActionKind.WAIT:
             _require(group in live, f"{stop}: waits for group {group}, which nothing has unsharded")
             live[group] = True
-        elif kind in RESHARDS:
+        elif kind is ActionKind.RESHARD:
             _require(group in live, f"{stop}: reshards group {group}, which is at rest")
             del live[group]
         elif kind is ActionKind.WAIT_REDUCE:

@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from shardwright.schedule.schedule import BEGINS, ActionKind, Phase, Schedule
 
-_GATHERS = (ActionKind.UNSHARD, ActionKind.UNSHARD_POST_FORWARD)
-
 
 class Exposed(NamedTuple):
     """A collective of ``group`` in ``phase`` that nothing is computed beside: its all-gather, or
@@ -28,7 +26,7 @@ def exposed(schedule: Schedule) -> tuple[Exposed, ...]:
         entries = schedule.phases.get(phase, ())
         begins = [place for place, entry in enumerate(entries) if entry.event.kind in BEGINS]
         for place, entry in enumerate(entries):
-            issued = [group for a in entry.actions if a.kind in _GATHERS for group in a.groups]
+            issued = [group for a in entry.actions if a.kind is ActionKind.UNSHARD for group in a.groups]
             waited = [group for a in entry.actions if a.kind is ActionKind.WAIT for group in a.groups]
             found += [Exposed(group, phase) for group in issued if group in waited]
             if begins and place > begins[-1]:

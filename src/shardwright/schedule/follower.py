@@ -39,7 +39,6 @@ from shardwright.schedule.recorded import UNPLANNED, PlannedPhase, RecordedSched
 from shardwright.schedule.schedule import (
     BEGINS,
     ENDS,
-    RESHARDS,
     Action,
     ActionKind,
     Event,
@@ -176,7 +175,7 @@ class Follower:
             self._agenda = (("_start", phase, entry), ("_synchronize", BEGIN_OF[phase], entry))
             return self._run(None)
         else:
-            self.groups.set(post_forward=local.post_forward, used_by_some=-1)
+            self.groups.set(smaller=local.smaller, used_by_some=-1)
             self._enter(phase, entry)
         return Step(())
 
@@ -233,12 +232,11 @@ class Follower:
         bit, states = 1 << group, self.groups.states
         if kind is ActionKind.RESHARD:
             self.groups.set(live=states.live & ~bit, held=states.held & ~bit)
-            forward = self.cursors and self.cursors[-1].phase is Phase.FORWARD
-            if forward and self.recorded.specs[group].smaller_world:
-                kind = ActionKind.RESHARD_POST_FORWARD
+            smaller = bool(self.cursors) and self._keeps_smaller(group)
         else:
+            smaller = False
             self.groups.set(live=states.live | bit, held=states.held | bit)
-        return Step((Action(kind, (group,)),))
+        return Step((Action(kind, (group,), smaller),))
 
     def hold(self, group: int) -> None:
         """Keep the group from the forward that runs to the end of the next backward, on this rank."""
@@ -312,18 +310,16 @@ class Follower:
     def _start(self, phase: Phase, entry: int) -> None:
         result, every = self._result, (1 << len(self.recorded.specs)) - 1
         live = every & ~result.missing
-        self.groups.set(live=live, post_forward=every & ~result.not_post_forward, used_by_some=result.used)
+        self.groups.set(live=live, smaller=every & ~result.not_smaller, used_by_some=result.used)
         if phase is not Phase.BACKWARD:  # kept since an evaluation; a rank that hasn't may have a new shard
             for group in _numbers(self.groups.states.held & ~live):
-                self.groups.reshard(group, busy=False, post_forward=False)
+                self.groups.reshard(group, smaller=False)
         self._enter(phase, entry)
 
     def _enter(self, phase: Phase, entry: int) -> None:
         plan, states = self.recorded.planned(entry, phase), self.groups.states
         self.cursors += (Cursor(phase, entry, self.mode, plan),)
-        as_planned = states.live == plan.live and not (
-            states.post_forward or states.held_back or states.in_flight
-        )
+        as_planned = states.live == plan.live and not (states.smaller or states.held_back or states.in_flight)
         if as_planned and not plan.reduced & ~states.used_by_some:
             self._exact, self._place = plan.steps, 0
 
@@ -421,7 +417,7 @@ class Follower:
         for action in entry.actions:
             if action.kind is ActionKind.UNSHARD:
                 self.groups.unshard(action.groups)
-            elif action.kind in RESHARDS:
+            elif action.kind is ActionKind.RESHARD:
                 self.groups.drop_live(action.group)
                 self._reshard(action.group)
             elif action.kind is ActionKind.WAIT:
@@ -432,8 +428,12 @@ class Follower:
             self.groups.unshard((event.group,))  # the plan can be wrong about what earlier phases left behind
 
     def _reshard(self, group: int) -> None:
-        post_forward = self.cursors[-1].phase is Phase.FORWARD and self.recorded.specs[group].smaller_world
-        self.groups.reshard(group, any(cursor.busy >> group & 1 for cursor in self.cursors), post_forward)
+        """Unless its module runs: then its own end comes."""
+        if not any(cursor.busy >> group & 1 for cursor in self.cursors):
+            self.groups.reshard(group, self._keeps_smaller(group))
+
+    def _keeps_smaller(self, group: int) -> bool:
+        return self.cursors[-1].phase is Phase.FORWARD and self.recorded.specs[group].smaller_world
 
     # ---- asking
 
@@ -511,7 +511,7 @@ class Follower:
         assert isinstance(self._answer, Local)
         bit = 1 << group
         if self._answer.accumulating & bit:
-            self.groups.do(ActionKind.ACCUMULATE, (group,))
+            self.groups.do(ActionKind.REDUCE, (group,))  # they stay on this rank: nothing is in flight
         elif self._answer.unreduced & bit:
             if self.cursors[-1].mode is Mode.LOCAL:
                 self.groups.reduce([group], self.recorded.policy.max_reductions)

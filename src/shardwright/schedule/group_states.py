@@ -11,8 +11,8 @@ from shardwright.schedule.schedule import Action, ActionKind
 class GroupStates(NamedTuple):
     """Where the groups stand; bits of groups, except the last two.
 
-    live: gathered by collectives that were agreed on, so that it is the same on all ranks. post_forward:
-    those that every rank can gather over the smaller world. held: those that this rank holds, more than
+    live: gathered by collectives that were agreed on, so that it is the same on all ranks. smaller: those
+    that every rank can gather over the smaller world. held: those that this rank holds, more than
     ``live`` or the same. kept: those that this rank doesn't reshard before the end of the next backward.
     used_by_some: those that some rank may have gradients of; the others are not
     reduced. held_back: groups whose gradients wait for a collective to go with. in_flight: reductions in
@@ -20,7 +20,7 @@ class GroupStates(NamedTuple):
     """
 
     live: int = 0
-    post_forward: int = 0
+    smaller: int = 0
     held: int = 0
     kept: int = 0
     used_by_some: int = 0
@@ -45,9 +45,9 @@ class Groups:
         """Replace fields of ``states``."""
         self.states = self.states._replace(**changes)
 
-    def do(self, kind: ActionKind, groups: Sequence[int], part: int | None = None) -> None:
+    def do(self, kind: ActionKind, groups: Sequence[int], smaller: bool = False) -> None:
         """One more action."""
-        self.actions += (Action(kind, tuple(groups), part),)
+        self.actions += (Action(kind, tuple(groups), smaller),)
 
     # ---- all-gathers
 
@@ -59,35 +59,29 @@ class Groups:
 
     def gather(self, groups: Sequence[int]) -> None:
         """Launch an all-gather of groups; over the smaller world where all ranks have shards over that."""
-        states = self.states
-        post_forward = [group for group in groups if states.post_forward >> group & 1]
-        for group in post_forward:
-            self.do(ActionKind.UNSHARD_POST_FORWARD, (group,))
-        others = [group for group in groups if group not in post_forward]
+        states, taken = self.states, bits(groups)
+        others = [group for group in groups if not states.smaller >> group & 1]
+        for group in groups:
+            if group not in others:
+                self.do(ActionKind.UNSHARD, (group,), smaller=True)
         if others:
             self.do(ActionKind.UNSHARD, others)
-        self.set(held=states.held | bits(groups), post_forward=states.post_forward & ~bits(post_forward))
+        self.set(held=states.held | taken, smaller=states.smaller & ~taken)
 
     def participate(self, group: int) -> None:
         """Launch an all-gather that other ranks need."""
-        post_forward = self.states.post_forward >> group & 1
-        self.do(ActionKind.PARTICIPATE_POST_FORWARD if post_forward else ActionKind.PARTICIPATE, (group,))
-        self.set(post_forward=self.states.post_forward & ~(1 << group))
+        self.do(ActionKind.PARTICIPATE, (group,), bool(self.states.smaller >> group & 1))
+        self.set(smaller=self.states.smaller & ~(1 << group))
 
     def drop_live(self, group: int) -> None:
         """The agreed actions reshard it."""
         self.set(live=self.states.live & ~(1 << group))
 
-    def reshard(self, group: int, busy: bool, post_forward: bool) -> None:
-        """Reshard what this rank holds, unless it is busy. post_forward: keep shards over the smaller
-        world."""
-        if not (self.states.held & ~self.states.kept) >> group & 1:
-            return
-        if not busy:
-            self.do(ActionKind.RESHARD_POST_FORWARD if post_forward else ActionKind.RESHARD, (group,))
+    def reshard(self, group: int, smaller: bool) -> None:
+        """Reshard what this rank holds, if nobody keeps it. smaller: keep shards over the smaller world."""
+        if (self.states.held & ~self.states.kept) >> group & 1:
+            self.do(ActionKind.RESHARD, (group,), smaller)
             self.set(held=self.states.held & ~(1 << group))
-        elif post_forward:
-            self.do(ActionKind.KEEP, (group,))
 
     # ---- reductions
 
@@ -137,7 +131,7 @@ class Groups:
                 self.set(in_flight=tuple(each for each in self.states.in_flight if each is not together))
 
     def finalize(self, grad_mask: int | None) -> None:
-        """Wait for all reductions in flight, and give the shards their gradients (see ``Action.part``)."""
+        """Wait for all reductions in flight, and give the shards their gradients (see ``Action.grads``)."""
         for together in self.states.in_flight:
             self.wait_reduce(together)
-        self.do(ActionKind.FINALIZE, (), grad_mask)
+        self.actions += (Action(ActionKind.FINALIZE, (), grads=grad_mask),)

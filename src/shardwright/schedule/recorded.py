@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.schedule import (
-    RESHARDS,
     ActionKind,
     Event,
     EventKind,
@@ -136,7 +135,7 @@ def _planned(schedule: Schedule, phase: Phase) -> PlannedPhase:
         for group in action.groups:
             if action.kind is ActionKind.UNSHARD:
                 live |= 1 << group
-            elif action.kind in RESHARDS:
+            elif action.kind is ActionKind.RESHARD:
                 live &= ~(1 << group)
     for action in (action for entry in entries for action in entry.actions):
         if action.kind in (ActionKind.HOLD, ActionKind.REDUCE):

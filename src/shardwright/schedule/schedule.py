@@ -23,7 +23,8 @@ recomputation (activation checkpointing) enters it, ``G`` all its gradients of t
 
 Small groups share collectives: ``unshard 1+2+3`` is one all-gather for three groups, each waited for at its
 own event. ``hold 3`` puts gradients aside, and ``reduce 3+2+1`` reduces them with those of groups 2 and 1.
-``step 3`` steps the parameters of a group whose optimizer runs inside of the backward.
+``step 3`` steps the parameters of a group whose optimizer runs inside of the backward. ``reshard 1/smaller``
+keeps shards of group 1 over a smaller world; ``unshard 1/smaller``, seen in a trace, gathers from those.
 
 ``scheduler`` decides the actions, ``check`` proves that a schedule is right.
 """
@@ -67,26 +68,20 @@ class ActionKind(StrEnum):
     """What the runtime does at an event; the value is its text form.
 
     Those of a schedule: UNSHARD issues an all-gather, WAIT waits for it, RESHARD frees what it brought. HOLD
-    takes gradients for a later REDUCE, which issues a reduce-scatter; WAIT_REDUCE waits for it, ALL_REDUCE
-    issues the sum over copies of the shards, STEP steps the optimizers inside of the backward.
-    RESHARD_POST_FORWARD keeps shards over the smaller world, UNSHARD_POST_FORWARD gathers from those.
+    takes gradients for a later REDUCE, which issues a reduce-scatter (while they are accumulated it issues
+    nothing, and they stay on this rank); WAIT_REDUCE waits for it, ALL_REDUCE issues the sum over copies of
+    the shards, STEP steps the optimizers inside of the backward.
 
-    The others are decided as a step runs: PARTICIPATE launches an all-gather for other ranks, into memory
-    that nobody reads. KEEP keeps shards over the smaller world of what stays unsharded. ACCUMULATE keeps
-    gradients on this rank. FINALIZE gives the shards the gradients of the step.
+    Two are decided as a step runs: PARTICIPATE launches an all-gather for other ranks, into memory that
+    nobody reads. FINALIZE gives the shards the gradients of the step.
     """
 
     UNSHARD = "unshard"
-    UNSHARD_POST_FORWARD = "unshard-post-forward"
     PARTICIPATE = "participate"
-    PARTICIPATE_POST_FORWARD = "participate-post-forward"
     WAIT = "wait"
     RESHARD = "reshard"
-    RESHARD_POST_FORWARD = "reshard-post-forward"
-    KEEP = "keep"
     HOLD = "hold"
     REDUCE = "reduce"
-    ACCUMULATE = "accumulate"
     WAIT_REDUCE = "wait-reduce"
     ALL_REDUCE = "all-reduce"
     STEP = "step"
@@ -118,14 +113,15 @@ class Event(NamedTuple):
 class Action(NamedTuple):
     """``kind`` done to ``groups``, in one collective where it is one.
 
-    part: which part of it. Of ``FINALIZE``: bits of the parameters that have a gradient on some rank (None:
-    that
-        isn't known yet). Of a reduction: None, the whole of the groups' gradients.
+    smaller: over the smaller world, for kinds of ``ACROSS``: RESHARD keeps shards over it, UNSHARD and
+        PARTICIPATE gather from those. Otherwise over all ranks.
+    grads: of FINALIZE, bits of the parameters that have a gradient on some rank; None: not known yet.
     """
 
     kind: ActionKind
     groups: tuple[int, ...]
-    part: int | None = None
+    smaller: bool = False
+    grads: int | None = None
 
     @property
     def group(self) -> int:
@@ -135,9 +131,8 @@ class Action(NamedTuple):
     def text(self, names: tuple[str, ...] = ()) -> str:
         """With the groups' names, where names are given."""
         groups = (" + " if names else "+").join(_called(group, names) for group in self.groups)
-        return " ".join(filter(None, (str(self.kind), groups))) + (
-            "" if self.part is None else f"/{self.part}"
-        )
+        more = f"/{SMALLER}" if self.smaller else "" if self.grads is None else f"/{self.grads}"
+        return " ".join(filter(None, (str(self.kind), groups))) + more
 
     def __str__(self) -> str:
         return self.text()
@@ -266,20 +261,28 @@ def _parse_stop(line: str, names: tuple[str, ...]) -> ScheduleEntry:
         return numbers[word] if word in numbers else int(word)
 
     head, _, tail = line.partition(":")
-    kind, *group = head.split()
-    event = Event(EventKind(kind), number_of(group[0]) if group else -1)
+    moment, *group = head.split()
+    event = Event(EventKind(moment), number_of(group[0]) if group else -1)
     actions = []
     for part in filter(None, (part.strip() for part in tail.split(","))):
         text, _, which = part.partition("/")
         verb, *targets = text.split()
-        if (not targets) != (ActionKind(verb) is ActionKind.FINALIZE):
+        if verb.endswith("-post-forward"):
+            raise ValueError(f"{verb!r} is written {verb.removesuffix('-post-forward')} GROUP/{SMALLER} now")
+        kind = ActionKind(verb)
+        if (not targets) != (kind is ActionKind.FINALIZE):
             raise ValueError(f"{part!r} is not a kind of action and its groups")
+        if which and kind is not ActionKind.FINALIZE and not (which == SMALLER and kind in ACROSS):
+            raise ValueError(f"{part!r}: /{SMALLER} goes with {', '.join(ACROSS)}, a number with finalize")
         joined = targets[::2] if names else [each for target in targets for each in target.split("+")]
         groups = tuple(map(number_of, joined))
-        actions.append(Action(ActionKind(verb), groups, int(which) if which else None))
+        grads = int(which) if which and kind is ActionKind.FINALIZE else None
+        actions.append(Action(kind, groups, which == SMALLER, grads))
     return ScheduleEntry(event, tuple(actions))
 
 
 BEGINS = (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN, EventKind.RECOMPUTE)
 ENDS = (EventKind.FORWARD_END, EventKind.BACKWARD_END)
-RESHARDS = (ActionKind.RESHARD, ActionKind.RESHARD_POST_FORWARD)
+ACROSS = (ActionKind.UNSHARD, ActionKind.PARTICIPATE, ActionKind.RESHARD)
+SMALLER = "smaller"
+"""In the text form, behind the groups of an action over the smaller world (``reshard 1/smaller``)."""

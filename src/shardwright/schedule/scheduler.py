@@ -105,10 +105,8 @@ class Scheduler:
         if group in self.live and (is_idle or not self.spec_of(group).keeps(phase, group in self.kept)):
             del self.live[group]
             self.waited.discard(group)
-            post_forward = phase is Phase.FORWARD and self.spec_of(group).smaller_world
-            actions.append(
-                Action(ActionKind.RESHARD_POST_FORWARD if post_forward else ActionKind.RESHARD, (group,))
-            )
+            smaller = phase is Phase.FORWARD and self.spec_of(group).smaller_world
+            actions.append(Action(ActionKind.RESHARD, (group,), smaller))
 
     # ---- reductions
 

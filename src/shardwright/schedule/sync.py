@@ -93,7 +93,7 @@ class ConsensusResult(NamedTuple):
     """What the ranks said when they synchronized; the same on all of them.
 
     points: what for. entry: the outermost module that runs (a number made of its name).
-    missing: bits of the groups that some rank doesn't hold. not_post_forward: of those of which some rank has
+    missing: bits of the groups that some rank doesn't hold. not_smaller: of those of which some rank has
     kept no shard over the smaller world. used: of those that some rank has used since the last backward.
     grad_mask: bits of the parameters that have a gradient on some rank.
     """
@@ -101,7 +101,7 @@ class ConsensusResult(NamedTuple):
     points: SyncPoint
     entry: int = 0
     missing: int = 0
-    not_post_forward: int = 0
+    not_smaller: int = 0
     used: int = 0
     grad_mask: int = 0
 
@@ -116,13 +116,13 @@ class Recorded(NamedTuple):
 class Local(NamedTuple):
     """What groups are on this rank: bits of groups.
 
-    held: unsharded, or being gathered. post_forward: with shards of them over the smaller world. unreduced:
+    held: unsharded, or being gathered. smaller: with shards of them over the smaller world. unreduced:
     with gradients that have to be reduced over ranks. accumulating: with gradients to be kept here,
     unsharded.
     """
 
     held: int = 0
-    post_forward: int = 0
+    smaller: int = 0
     unreduced: int = 0
     accumulating: int = 0
 

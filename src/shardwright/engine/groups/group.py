@@ -108,7 +108,7 @@ class ParamGroup:
         self.face_versions = FaceVersions()
 
     @property
-    def has_post_forward_shards(self) -> bool:
+    def keeps_smaller(self) -> bool:
         """Whether this rank keeps its shard over the smaller world, of the parameters as they are now."""
         smaller = self.gatherer.smaller_world
         return smaller is not None and smaller.holds(self.shard_versions())
@@ -189,19 +189,16 @@ class ParamGroup:
             pair.check_frozen()
         self.trainable = bound.follow_freezing()
 
-    def fill(self, kept: bool | None = None) -> list[Segment] | None:
+    def fill(self, kept: bool) -> list[Segment] | None:
         """Take the buffer and fill this rank's part; what an all-gather has to move, for ``receive``.
 
         None where an all-gather of less was issued here: over the smaller world, or of rows in use.
-        kept: whether the ranks of the smaller world have kept their shards, where ranks agreed on that; None:
-        whether this rank has.
+        kept: whether the ranks of the smaller world have kept their shards, and gather from those.
         """
         self._move(Stage.GATHERING)
         before = self.face_versions.gathered
         versions = self.face_versions.gathered = self.shard_versions()
-        gatherer, smaller = self.gatherer, self.gatherer.smaller_world
-        if smaller is not None and not (smaller.holds(versions) if kept is None else kept):
-            smaller = None
+        gatherer, smaller = self.gatherer, self.gatherer.smaller_world if kept else None
         if num_dispatch_modes():
             notify_modes((smaller or gatherer).comm, Collective.ALL_GATHER)
         if smaller is not None or gatherer.rows is not None:
@@ -232,11 +229,6 @@ class ParamGroup:
             segments = self._take_buffer()
             self._bound.copy_in()
         return segments + self._bound.segments
-
-    def keep_post_forward_shards(self) -> None:
-        """Keep shards over the smaller world of what is unsharded."""
-        if self.gatherer.smaller_world is not None:
-            self.gatherer.smaller_world.keep(self.face_versions.gathered)
 
     def receive(self, gather: Gather) -> None:
         """The all-gather in flight that ``wait`` waits for."""
@@ -311,18 +303,19 @@ class ParamGroup:
         if self.stage is Stage.UNSHARDED and self.is_stale:
             self.face_versions.follow(self.faces, self.shard_versions())
 
-    def reshard(self, post_forward: bool = False) -> None:
+    def reshard(self, smaller: bool = False) -> None:
         """Modules show the shards again, with what was edited; the buffer's memory is freed.
 
-        post_forward: keep shards over the smaller world, where the group has one, for the next unshard.
+        smaller: keep shards over the smaller world, which the group has, for the next unshard.
         """
         if self.stage is Stage.GATHERING:
             self.wait()
         elif any(self.face_versions.edited()) and not self.is_stale:
             # Where the shards were written themselves since, by an optimizer, those stay.
             self.write_back()
-        if post_forward:
-            self.keep_post_forward_shards()
+        if smaller:
+            assert self.gatherer.smaller_world is not None
+            self.gatherer.smaller_world.keep(self.face_versions.gathered)
         follow_freezing(self)
         self._move(Stage.SHARDED)
         assert self._bound is not None

@@ -2,7 +2,6 @@
 part in a group's all-gather for the sake of other ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 import torch
@@ -18,11 +17,11 @@ from shardwright.transport.base import Comm, Reduction, Segment, SharedGather, S
 Member = TypeVar("Member")
 
 
-def unshard(groups: Sequence[ParamGroup], kept: AbstractSet[ParamGroup] | None = None) -> None:
+def unshard(groups: Sequence[ParamGroup], smaller: bool) -> None:
     """Issue the all-gathers of groups, one for each transport that they use.
 
-    Those that aren't at rest take part for others, with memory that is dropped. kept: the groups of
-    which the ranks of the smaller world have kept shards; None: each rank sees by itself.
+    Those that aren't at rest take part for others, with memory that is dropped. smaller: from the shards that
+    the ranks of the smaller world have kept.
     Raises: StageError, before anything was issued (see ``ParamGroup.prepare``); what issuing raises, and then
         the groups that it had not come to are at rest.
     """
@@ -30,20 +29,17 @@ def unshard(groups: Sequence[ParamGroup], kept: AbstractSet[ParamGroup] | None =
     for group in at_rest:
         group.prepare()
     try:
-        _issue(groups, at_rest, kept)
+        _issue(groups, at_rest, smaller)
     except Exception:
         for group in at_rest:
             group.give_up()
         raise
 
 
-def _issue(
-    groups: Sequence[ParamGroup], at_rest: Sequence[ParamGroup], kept: AbstractSet[ParamGroup] | None
-) -> None:
+def _issue(groups: Sequence[ParamGroup], at_rest: Sequence[ParamGroup], smaller: bool) -> None:
     segments: dict[ParamGroup, list[Segment]] = {}
     for group in groups:
-        by_part = None if kept is None else group in kept
-        own = group.fill(by_part) if group in at_rest else _fill_discarded(group, bool(by_part))
+        own = group.fill(smaller) if group in at_rest else _fill_discarded(group, smaller)
         if own is not None:
             segments[group] = own
     for comm, members in _by_comm(segments, lambda group: group.gatherer.comm):
@@ -57,14 +53,14 @@ def _issue(
             shared.wait()
 
 
-def participate(group: ParamGroup, kept: bool) -> None:
+def participate(group: ParamGroup, smaller: bool) -> None:
     """Take part in a group's all-gather for others, and drop what it brings."""
-    segments = _fill_discarded(group, kept)
+    segments = _fill_discarded(group, smaller)
     if segments is not None:
         group.gatherer.comm.all_gather(segments, _key("all-gather", [group])).wait()
 
 
-def _fill_discarded(group: ParamGroup, kept: bool) -> list[Segment] | None:
+def _fill_discarded(group: ParamGroup, smaller: bool) -> list[Segment] | None:
     """As ``ParamGroup.fill``, but into memory that nobody reads, whatever stage the group is in; it stays so.
 
     None where an all-gather of less was issued, and dropped: over the smaller world, or of rows in use.
@@ -78,7 +74,7 @@ def _fill_discarded(group: ParamGroup, kept: bool) -> list[Segment] | None:
         )
     if group.stage is Stage.SHARDED:
         group.prepare()
-    gather = group.gatherer.gather_part(kept, _empty, group.name)
+    gather = group.gatherer.gather_part(smaller, _empty, group.name)
     if gather is not None:
         gather.wait()
         return None

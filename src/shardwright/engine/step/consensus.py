@@ -3,7 +3,7 @@
 A word of the channel is an int64, combined by OR. A number that must be equal on all ranks is sent with its
 complement: ORed, they have a bit in common where two ranks differ. 0 and 0 says nothing.
 
-    point | digest ~ | entry ~ | evaluated entry ~ | modes ~ | missing | not post-forward
+    point | digest ~ | entry ~ | evaluated entry ~ | modes ~ | missing | not smaller
     | used | kept | gradients
 """
 
@@ -114,13 +114,13 @@ class Consensus:
         for width in widths:
             unions.append(sum(word << _WORD_BITS * place for place, word in enumerate(rest[:width])))
             rest = rest[width:]
-        missing, not_post_forward, used, kept, gradients = unions
+        missing, not_smaller, used, kept, gradients = unions
         if points == SyncPoint.BACKWARD:
             self._executor.promote = kept
-        return ConsensusResult(points, equals[4], missing, not_post_forward, used | kept, gradients)
+        return ConsensusResult(points, equals[4], missing, not_smaller, used | kept, gradients)
 
     def _masks(self, point: SyncPoint, used: int) -> tuple[int, int, int, int, int]:
-        """This rank's bits of ``missing``, ``not post-forward``, ``used``, ``kept`` and ``gradients``."""
+        """This rank's bits of ``missing``, ``not smaller``, ``used``, ``kept`` and ``gradients``."""
         groups = self._table.groups
         if point in (SyncPoint.DEVIATES, SyncPoint.FORWARD_END):
             return 0, 0, 0, 0, 0
@@ -133,13 +133,13 @@ class Consensus:
         missing = bits(index for index, group in enumerate(groups) if group.stage is Stage.SHARDED)
         if point not in (SyncPoint.FORWARD, SyncPoint.BACKWARD):
             return missing, every, 0, 0, 0
-        kept = [index for index in self._reshard_smaller if groups[index].has_post_forward_shards]
-        not_post_forward = every - bits(kept)
+        kept = [index for index in self._reshard_smaller if groups[index].keeps_smaller]
+        not_smaller = every - bits(kept)
         if point is SyncPoint.FORWARD:
-            return missing, not_post_forward, 0, 0, 0
+            return missing, not_smaller, 0, 0, 0
         kept = bits(index for index, group in enumerate(groups) if group.reducer.unresolved.keeps)
         always = bits(i for i, group in enumerate(groups) if group.reducer.policy.unused_params)
-        return missing, not_post_forward, used | always, kept, 0
+        return missing, not_smaller, used | always, kept, 0
 
     def _equals(self, point: SyncPoint, entry: int, digest: int) -> tuple[int | None, ...]:
         """What must be equal on all ranks: what they agreed on, the module that runs, how gradients go."""

@@ -1,7 +1,6 @@
 """The executor: takes the actions that the follower decides on, on the groups of one model by number."""
 
 from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 
 import torch
 
@@ -51,16 +50,11 @@ class Executor:
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
         self.do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.UNSHARD: self._unshard,
-            ActionKind.UNSHARD_POST_FORWARD: self._unshard_post_forward,
             ActionKind.PARTICIPATE: self._participate,
-            ActionKind.PARTICIPATE_POST_FORWARD: self._participate_post_forward,
             ActionKind.WAIT: self._wait,
             ActionKind.RESHARD: self._reshard,
-            ActionKind.RESHARD_POST_FORWARD: self._reshard_post_forward,
-            ActionKind.KEEP: self._keep,
             ActionKind.HOLD: self._hold,
             ActionKind.REDUCE: self._reduce,
-            ActionKind.ACCUMULATE: self._reduce,
             ActionKind.WAIT_REDUCE: self._wait_reduce,
             ActionKind.ALL_REDUCE: self._all_reduce,
             ActionKind.STEP: self._step,
@@ -69,7 +63,7 @@ class Executor:
 
     # ---- all-gathers
 
-    def _unshard(self, action: Action, kept: AbstractSet[ParamGroup] = frozenset()) -> None:
+    def _unshard(self, action: Action) -> None:
         """Issue the all-gather of groups together; those that aren't at rest participate for other ranks."""
         groups = [self.table.groups[index] for index in action.groups]
         if self.memory.budget is not None:
@@ -77,18 +71,12 @@ class Executor:
         self._compare(group.axis.comm for group in groups)
         kept_nbytes = _kept_nbytes(groups)
         try:
-            batches.unshard(groups, kept)
+            batches.unshard(groups, action.smaller)
         finally:
             self.memory.count(groups, freed_nbytes=kept_nbytes - _kept_nbytes(groups))
 
-    def _unshard_post_forward(self, action: Action) -> None:
-        self._unshard(action, {self.table.groups[index] for index in action.groups})
-
-    def _participate(self, action: Action, kept: bool = False) -> None:
-        batches.participate(self.table.groups[action.group], kept)
-
-    def _participate_post_forward(self, action: Action) -> None:
-        self._participate(action, kept=True)
+    def _participate(self, action: Action) -> None:
+        batches.participate(self.table.groups[action.group], action.smaller)
 
     def _wait(self, action: Action) -> None:
         for index in action.groups:
@@ -98,26 +86,18 @@ class Executor:
                 self.memory.touch(group.wait() - held_nbytes)
                 self.memory.count([group])
 
-    def _reshard(self, action: Action, post_forward: bool = False) -> None:
+    def _reshard(self, action: Action) -> None:
         for index in action.groups:
             group = self.table.groups[index]
             self.asked.discard(index)
             if group.stage is not Stage.SHARDED:
                 held_nbytes = group.held_nbytes
                 keeps = group.gatherer.smaller_world is not None and (
-                    post_forward or keeps_grads(group)  # the next microbatch has the same parameters
+                    action.smaller or keeps_grads(group)  # the next microbatch has the same parameters
                 )
                 group.reshard(keeps)
                 # What is kept is there before the rest is freed.
                 self.memory.count([group], freed_nbytes=held_nbytes if keeps else 0)
-
-    def _reshard_post_forward(self, action: Action) -> None:
-        self._reshard(action, post_forward=True)
-
-    def _keep(self, action: Action) -> None:
-        if self.table.groups[action.group].stage is Stage.UNSHARDED:
-            self.table.groups[action.group].keep_post_forward_shards()
-            self.memory.count([self.table.groups[action.group]])
 
     # ---- reductions
 
@@ -161,13 +141,13 @@ class Executor:
     def _finalize(self, action: Action) -> None:
         """Wait for every reduction, and give the shards their gradients; drop those that no rank has."""
         self.land(self.table.groups)
-        if action.part is not None:
-            mask = action.part
+        if action.grads is not None:
+            mask = action.grads
             for group in self.table.groups:
                 group.reducer.resolve(mask)
                 mask >>= len(group.params)
         self._arrive()
-        if action.part is not None:
+        if action.grads is not None:
             self._step(Action(ActionKind.STEP, tuple(self.pending_steps)))
 
     def _arrive(self) -> None:
@@ -195,9 +175,9 @@ class Executor:
         """What the groups are, at the begin of a phase."""
         groups = self.table.groups
         evaluates = phase is Phase.EVALUATION
-        kept = [i for i, g in enumerate(groups) if not evaluates and g.has_post_forward_shards]
+        kept = [i for i, g in enumerate(groups) if not evaluates and g.keeps_smaller]
         held = [index for index, group in enumerate(groups) if group.stage is not Stage.SHARDED]
-        return Local(held=bits(held), post_forward=bits(kept))
+        return Local(held=bits(held), smaller=bits(kept))
 
     def inspect(self, index: int) -> Local:
         """What the gradients of a group are."""

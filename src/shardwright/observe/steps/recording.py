@@ -37,7 +37,7 @@ from shardwright.transport.thread_use import ThreadUse
 
 VERBS = ("all-gather", "reduce-scatter", "all-reduce")
 _HALVES = ("reduce", "spread")  # of an all-reduce
-_OF_GRADS = {ActionKind.REDUCE, ActionKind.ACCUMULATE, ActionKind.WAIT_REDUCE, ActionKind.ALL_REDUCE}
+_OF_GRADS = {ActionKind.HOLD, ActionKind.REDUCE, ActionKind.WAIT_REDUCE, ActionKind.ALL_REDUCE}
 _SEEN = ("compute", "outside", "span")
 _LONG_S = 1e-3
 
