@@ -119,8 +119,8 @@ def _rehearse(executor: Executor, phases: dict[Phase, tuple[ScheduleEntry, ...]]
     """Follow the schedule of a step without its compute, with gradients of ones that nobody gets."""
     start = clock.perf_counter()
     flying: dict[tuple[int, ...], Callable[[], None]] = {}
-    stops = [stop for phase in (Phase.FORWARD, Phase.BACKWARD) for stop in phases.get(phase, ())]
-    for action in (action for stop in stops for action in stop.actions):
+    entries = [entry for phase in (Phase.FORWARD, Phase.BACKWARD) for entry in phases.get(phase, ())]
+    for action in (action for entry in entries for action in entry.actions):
         if action.kind is ActionKind.REDUCE:
             flying[action.groups] = batches.rehearse(
                 [executor.table.groups[g].reducer for g in action.groups]

@@ -14,8 +14,8 @@ Message = dict[str, str]
 
 
 class Speaker:
-    """A model of ``find_tuned`` with its adapter merged, whole in memory, on the accelerator where "
-    "there is one."""
+    """A model of ``find_tuned`` with its adapter merged, whole in memory, on the accelerator where there is
+    one."""
 
     def __init__(self, tuned: Tuned) -> None:
         check_trusted(tuned)

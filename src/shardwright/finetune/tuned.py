@@ -90,8 +90,8 @@ def find_tuned(path: Path, base: Path | None = None, trusted: str = "") -> Tuned
 
 
 def _exported_step(run: Path) -> int:
-    """Of the model that a finished run has left, which with ``heldout.keep_best`` may not be the "
-    "newest; or 0."""
+    """The step of the model that a finished run has left, which with ``heldout.keep_best`` may not be the
+    newest; or 0."""
     try:
         return json.loads(RunFolder(run).summary.read_text())["exported_step"]
     except (OSError, ValueError, KeyError):

@@ -22,8 +22,8 @@ class TraceEntry(NamedTuple):
 
     def text(self, names: tuple[str, ...] = ()) -> str:
         """A line, with the names of groups where they are given."""
-        stop = ScheduleEntry(self.event, self.actions).text(names)
-        return f"{self.at_s * 1e3:9.2f} ms  +{self.took_s * 1e3:7.2f} ms  {stop}"
+        entry = ScheduleEntry(self.event, self.actions).text(names)
+        return f"{self.at_s * 1e3:9.2f} ms  +{self.took_s * 1e3:7.2f} ms  {entry}"
 
 
 @dataclass(frozen=True)
