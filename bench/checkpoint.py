@@ -40,7 +40,7 @@ from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.load import fill, fill_and_prove
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.sources import open_source
-from shardwright.checkpoint.target import allocated, plan
+from shardwright.checkpoint.target import allocated, matched
 from shardwright.checkpoint.verify import Verifier, crc_in
 
 DIM = 2048
@@ -211,7 +211,7 @@ def cost(gb: float, folder: str) -> None:
     """Print the processor's time of each part of a load, per GiB; the least of five."""
     model, optimizer = build(gb, sharded=False)
     source = open_source(save(folder, model=model, optimizer=optimizer, step=1))
-    targets = allocated(plan(source.manifest, model, optimizer, None, 0).targets.values())
+    targets = allocated(matched(source.manifest, model, optimizer, None, 0).targets.values())
     wanted = [(t.key, t.entry, box) for t in targets.values() for box in t.boxes]
     verifier = Verifier(ranks())
     with Reader(source.folder) as reader:

@@ -57,7 +57,7 @@ def views_of(local: torch.Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, t
 class FlatSlice:
     """The tensor ``entry`` in the 1-D ``flat``: a parameter, or an optimizer's state that is like one.
 
-    Has of a tensor what the plans of saves and loads ask for.
+    Has of a tensor what saves and loads ask for.
     """
 
     flat: torch.Tensor

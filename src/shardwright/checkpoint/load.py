@@ -1,7 +1,7 @@
 """Loading: every rank reads its own part of every tensor, whatever the checkpoint's world size, and proves
 the result.
 
-    plan     names, shapes and dtypes against the live state; all that doesn't fit, in one list
+    match    names, shapes and dtypes against the live state; all that doesn't fit, in one list
     check    read this rank's byte ranges and verify the checksums; the live state is untouched
     fill     read again (from the page cache) into the live tensors
     prove    checksum the live state itself against the manifest, each part as soon as it is filled
@@ -36,7 +36,7 @@ from shardwright.checkpoint.format import (
 from shardwright.checkpoint.live import model_tensors, set_rng_state
 from shardwright.checkpoint.shardfile import TORCH_DTYPE, Reader, bits_in_chunks, bits_of, bytes_of, tensor_of
 from shardwright.checkpoint.sources import Source, locate, open_source
-from shardwright.checkpoint.target import LoadPlan, Target, allocated, overlapping, plan, without_params
+from shardwright.checkpoint.target import LoadTargets, Target, allocated, matched, overlapping, without_params
 from shardwright.checkpoint.tree import decode, keys_in
 from shardwright.checkpoint.url import Location, location_of
 from shardwright.checkpoint.verify import Verifier, crc_in, parts_of
@@ -165,7 +165,7 @@ def _load(
 ) -> Restored:
     found, skipped = located
     what = f"loading {found}"
-    prepared: list[tuple[Source, LoadPlan]] = []
+    prepared: list[tuple[Source, LoadTargets]] = []
 
     def prepare() -> set[str]:
         prepared.append(_prepare(found, model, optimizer, extra, group.rank))
@@ -240,13 +240,13 @@ def _older(found: Location, step: int) -> str:
 
 def _prepare(
     found: Location, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
-) -> tuple[Source, LoadPlan]:
+) -> tuple[Source, LoadTargets]:
     named, aliases = model_tensors(model)
     source = open_source(found, {*named, *(alias for names in aliases.values() for alias in names)})
-    return source, plan(source.manifest, model, optimizer, extra, rank)
+    return source, matched(source.manifest, model, optimizer, extra, rank)
 
 
-def _check(verifier: Verifier, what: str, reader: Reader, todo: LoadPlan) -> dict[str, torch.Tensor]:
+def _check(verifier: Verifier, what: str, reader: Reader, todo: LoadTargets) -> dict[str, torch.Tensor]:
     """Verify all that this rank will read, before anything is touched; returns the small tensors, whole.
 
     Where copies on this host were read and are damaged, once more, of what is copied anew.
@@ -349,7 +349,7 @@ def fill_and_prove(
 # ---- in its place: parameters, the optimizer's state and groups, extra objects
 
 
-def install_whole(todo: LoadPlan, small: Mapping[str, torch.Tensor]) -> None:
+def install_whole(todo: LoadTargets, small: Mapping[str, torch.Tensor]) -> None:
     """Restore what code of the user's does, from whole tensors: extra state of modules, and extra objects
     that hold nothing sharded. Before any weight is touched, so that what fails here leaves those. Local.
 
@@ -376,7 +376,7 @@ def install_whole(todo: LoadPlan, small: Mapping[str, torch.Tensor]) -> None:
             whole(f"load_state_dict of extra/{key}", value.load_state_dict, state["extra"][key])
 
 
-def _sharded_extra(todo: LoadPlan) -> set[str]:
+def _sharded_extra(todo: LoadTargets) -> set[str]:
     """Keys of extra objects of which tensors are filled in place: these are restored after the fill."""
     saved = todo.manifest.state.get("extra", {})
     return {key for key in todo.extra if not todo.targets.keys().isdisjoint(keys_in(saved[key]))}
@@ -389,7 +389,7 @@ def _restore(what: str, restore: Callable[[Any], object], state: Any, then: str)
         raise CheckpointError(f"{what} raised {type(error).__qualname__}: {error}. {then}") from error
 
 
-def install(todo: LoadPlan, filled: Mapping[str, Target], small: Mapping[str, torch.Tensor]) -> None:
+def install(todo: LoadTargets, filled: Mapping[str, Target], small: Mapping[str, torch.Tensor]) -> None:
     """Put what was allocated in place, and set the small state: groups, steps, sharded extra objects. Local.
 
     Raises: CheckpointError, where an extra object can't take what the model and the optimizer have by then.
@@ -429,7 +429,7 @@ def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _replace_meta(todo: LoadPlan, filled: Mapping[str, Target]) -> None:
+def _replace_meta(todo: LoadTargets, filled: Mapping[str, Target]) -> None:
     if not todo.replaced:
         return
     new: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors go: the plan of a load, and what doesn't fit."""
+"""Where a checkpoint's tensors go in the live state, and what doesn't fit."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -91,7 +91,7 @@ def overlapping(targets: Iterable[Target]) -> set[str]:
     return found
 
 
-class LoadPlan:
+class LoadTargets:
     """What a load will do: collected, with everything that doesn't fit, before anything is touched.
 
     ``targets`` are filled, ``small`` tensors read whole. ``held``: what is in each parameter and buffer, by
@@ -130,14 +130,14 @@ class LoadPlan:
         else:
             self.targets[key] = Target(key, entry, whole, boxes_of(key, whole), device)
 
-    def plan_model(self, left_out: Collection[str] = ()) -> None:
+    def match_model(self, left_out: Collection[str] = ()) -> None:
         named, aliases = model_tensors(self.model)
         stored_of, used = self.manifest.keys_of("model/"), set[str]()
         for name, value in named.items():
             if name in left_out:
                 continue
             if isinstance(value, Apart):
-                self.plan_apart(name, value)
+                self.match_apart(name, value)
                 continue
             if not isinstance(value, Saved):
                 if name not in self.manifest.state.get("model", {}):
@@ -165,7 +165,7 @@ class LoadPlan:
             if buffer.is_meta and id(buffer) not in self.replaced
         ]
 
-    def plan_apart(self, name: str, value: Apart) -> None:
+    def match_apart(self, name: str, value: Apart) -> None:
         """A parameter or buffer of a subclass; what it is made of has names of its own."""
         self.held[id(value.whole)] = {name: value.whole}
         saved = self.manifest.state.get("model", {}).get(name, "")
@@ -178,7 +178,7 @@ class LoadPlan:
                 f"model/{name} is of a class of its own and on the meta device: call to_empty() before load"
             )
 
-    def plan_optimizer(self) -> None:
+    def match_optimizer(self) -> None:
         saved, optimizer = self.manifest.state.get("optimizer"), self.optimizer
         if saved is None:
             self.problems.append("missing optimizer state: the checkpoint was saved without an optimizer")
@@ -202,15 +202,15 @@ class LoadPlan:
             for p in group["params"]:
                 trees = [saved["state"].get(name) for name in self.held[id(p)]]
                 if any(isinstance(part, FlatSlice) for part in self.held[id(p)].values()):
-                    self.plan_flat_state(p, group, trees)
+                    self.match_flat_state(p, group, trees)
                 else:
-                    self.plan_param_state(p, group, keys_in(trees[0]), trees[0])
+                    self.match_param_state(p, group, keys_in(trees[0]), trees[0])
         if len(saved["groups"]) != len(optimizer.param_groups):
             self.problems.append(
                 f"{len(saved['groups'])} optimizer groups saved, {len(optimizer.param_groups)} expected"
             )
 
-    def plan_param_state(
+    def match_param_state(
         self, p: torch.Tensor, group: Mapping[str, Any], keys: Iterable[str], tree: Any = None
     ) -> None:
         live: Tensors = {}
@@ -226,7 +226,7 @@ class LoadPlan:
                 )
         encode(state, f"optimizer/{name}", live, apart)
         inner = {
-            key for path, saved in kinds.items() for key in self.plan_apart_state(path, saved, live, apart)
+            key for path, saved in kinds.items() for key in self.match_apart_state(path, saved, live, apart)
         }
         for key in [each for each in keys if each not in inner]:
             spec = self.spec_of(key, p)
@@ -236,7 +236,7 @@ class LoadPlan:
             else:
                 self.add(key, spec, device=state_device(key, p, group, self._device))
 
-    def plan_apart_state(
+    def match_apart_state(
         self, path: str, saved: Mapping[str, Any], live: Tensors, apart: Mapping[str, Apart]
     ) -> list[str]:
         """State that is a tensor of a subclass, which the optimizer has made; the keys of its tensors."""
@@ -255,7 +255,7 @@ class LoadPlan:
                 self.add(key, live[key])
         return keys
 
-    def plan_flat_state(self, p: torch.Tensor, group: Mapping[str, Any], trees: Sequence[Any]) -> None:
+    def match_flat_state(self, p: torch.Tensor, group: Mapping[str, Any], trees: Sequence[Any]) -> None:
         """State of a flat parameter, from that of the tensors in it: of its shape, or one number for all."""
         names = [*self.held[id(p)]]
         slices = [part for part in self.held[id(p)].values() if isinstance(part, FlatSlice)]
@@ -280,7 +280,7 @@ class LoadPlan:
         for suffix in [key.removeprefix(prefixes[0]) for key in keys_in(trees[0])]:
             entries = [self.manifest.tensors[prefix + suffix] for prefix in prefixes]
             if not are_like(entries, slices):
-                self.plan_param_state(p, group, [prefixes[0] + suffix])
+                self.match_param_state(p, group, [prefixes[0] + suffix])
                 if len({tuple(piece.crc32 for piece in entry.pieces) for entry in entries}) > 1:
                     self.problems.append(
                         f"optimizer state {suffix!r} of {', '.join(names)} differs, and they lie in one flat "
@@ -316,7 +316,7 @@ class LoadPlan:
         box = box_at(key, entry.shape, placements, tuple(mesh.shape), tuple(coordinate))
         return dtensor_over(torch.empty(box.shape, dtype=dtype, device="meta"), mesh, placements, entry.shape)
 
-    def plan_extra(self) -> None:
+    def match_extra(self) -> None:
         check_extra(self.extra)
         saved = self.manifest.state.get("extra") or {}
         for key, value in self.extra.items():
@@ -335,25 +335,25 @@ class LoadPlan:
         self.small.update(name for name in keys_in(saved) if name not in self.targets)
 
 
-def plan(
+def matched(
     manifest: Manifest,
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
     rank: int,
     left_out: Collection[str] = (),
-) -> LoadPlan:
+) -> LoadTargets:
     """Match a checkpoint with the live state. Local; nothing is changed.
 
     left_out: names of the model's tensors that are not to be loaded, and may be missing.
     Raises:
         CheckpointError: listing everything that doesn't fit.
     """
-    todo = LoadPlan(manifest, model, optimizer, extra)
-    todo.plan_model(left_out)
+    todo = LoadTargets(manifest, model, optimizer, extra)
+    todo.match_model(left_out)
     if optimizer is not None:
-        todo.plan_optimizer()
-    todo.plan_extra()
+        todo.match_optimizer()
+    todo.match_extra()
     rng = manifest.state.get("rng", [])
     todo.small.update(keys_in([*manifest.state.get("model", {}).values(), *rng[rank : rank + 1]]))
     if todo.problems:

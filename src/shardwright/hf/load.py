@@ -16,7 +16,7 @@ from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.load import fill, install
 from shardwright.checkpoint.shardfile import Reader
 from shardwright.checkpoint.sources import open_source
-from shardwright.checkpoint.target import LoadPlan, allocated, plan
+from shardwright.checkpoint.target import LoadTargets, allocated, matched
 from shardwright.checkpoint.url import Location
 from shardwright.engine.building.grouping import hints_of, suggested
 from shardwright.engine.unit import unit_of
@@ -156,14 +156,16 @@ def read_weights(
     path, group = Path(folder), ranks()
     what = f"reading {path}"
     group.arrive(what)
-    prepared: list[tuple[Location, LoadPlan]] = []
+    prepared: list[tuple[Location, LoadTargets]] = []
 
     def prepare() -> None:
         source = open_source(path)
         names = [key.removeprefix("model/") for key in source.manifest.tensors]
         manifest = under_model_names(source.manifest, library.places(model, names))
         library.rebuild_buffers(model, unit_of(model).runtime.groups[0].axis.device)
-        prepared.append((source.folder, plan(manifest, model, None, None, group.rank, adapter_names(model))))
+        prepared.append(
+            (source.folder, matched(manifest, model, None, None, group.rank, adapter_names(model)))
+        )
 
     group.together(what, prepare)
     source_folder, todo = prepared[0]
@@ -184,7 +186,7 @@ def encoded_names(model: nn.Module) -> frozenset[str]:
     return frozenset(quantisable(model)) - {f"{hints_of(model).head}.weight"}
 
 
-def _fill_and_encode(todo: LoadPlan, reader: Reader, chosen: frozenset[str], how: dict[str, str]) -> None:
+def _fill_and_encode(todo: LoadTargets, reader: Reader, chosen: frozenset[str], how: dict[str, str]) -> None:
     """Fill and install: what isn't to be encoded at once, then one tensor after another."""
     named = {target.key.removeprefix("model/"): target for target in todo.targets.values()}
     others = [target for name, target in named.items() if name not in chosen]

@@ -137,20 +137,20 @@ def hints_of(model: nn.Module) -> Hints:
     peft's adapters): the embedding and head of the first of them. Of any other model they are empty."""
     names = {id(module): name for name, module in model.named_modules()}
     no_split: set[str] = set()
-    plan: dict[str, str] = {}
+    strategies: dict[str, str] = {}
     ends: list[str | None] = []
     for part in _that_say(model):
         prefix = f"{names[id(part)]}." if part is not model else ""
         no_split.update(part._no_split_modules or ())
         said = getattr(part, "_fsdp_plan", None) or {}
-        plan |= {prefix + pattern: strategy for pattern, strategy in said.items()}
+        strategies |= {prefix + pattern: strategy for pattern, strategy in said.items()}
         for getter in ("get_input_embeddings", "get_output_embeddings"):
             try:
                 end = getattr(part, getter)() if hasattr(part, getter) else None
             except NotImplementedError:  # of transformers, where a model has none: CLIP, wav2vec2
                 end = None
             ends.append(names.get(id(end)) if end is not None else None)
-    return Hints(frozenset(no_split), plan, *(ends[:2] or (None, None)))
+    return Hints(frozenset(no_split), strategies, *(ends[:2] or (None, None)))
 
 
 def _that_say(module: nn.Module) -> list[Any]:

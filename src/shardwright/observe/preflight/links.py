@@ -201,14 +201,16 @@ def _why(error: BaseException) -> str:
     return str(error)
 
 
-def send_all(own: int, places: Mapping[int, Place], plan: Sequence[Mapping[int, int]], flow_s: float) -> None:
+def send_all(
+    own: int, places: Mapping[int, Place], every: Sequence[Mapping[int, int]], flow_s: float
+) -> None:
     """Send what this rank sends in each round; returns when the last one is over. Ranks begin together."""
     start = clock.monotonic()
-    for number, pairs in enumerate(plan):
+    for number, pairs in enumerate(every):
         clock.sleep(max(start + number * (flow_s + _GAP_S) - clock.monotonic(), 0.0))
         if own in pairs:
             _send(own, places[pairs[own]], flow_s)
-    clock.sleep(max(start + len(plan) * (flow_s + _GAP_S) + _GAP_S - clock.monotonic(), 0.0))
+    clock.sleep(max(start + len(every) * (flow_s + _GAP_S) + _GAP_S - clock.monotonic(), 0.0))
 
 
 def flow_seconds(num_rounds: int, seconds: float) -> float:
