@@ -1,6 +1,6 @@
 """``fully_shard``: the interface of ``torch.distributed.fsdp.fully_shard`` over our own runtime."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -9,20 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.engine.asked import refuse_shards
-from shardwright.engine.building.build import (
-    GroupOptions,
-    PlacementFunction,
-    check_modules,
-    has_no_forward,
-    shard_modules,
-)
+from shardwright.engine.building.build import GroupOptions, PlacementFunction, shard_modules
+from shardwright.engine.building.checks import check_modules, has_no_forward
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.listeners import State
 from shardwright.engine.step.hooks import guard_optimizers
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import InputError, StageError, warn
-from shardwright.module import FSDPModule, become_fsdp_module
+from shardwright.module import become_fsdp_modules
 from shardwright.policy import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -30,7 +24,7 @@ from shardwright.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from shardwright.torch_private import when_default_group_changes
+from shardwright.torch_private import before_backwards, when_default_group_changes
 
 if TYPE_CHECKING:
     from shardwright.engine.building.grouping import Groups
@@ -195,35 +189,42 @@ def fully_shard(
                 shard_over_all=shard_over_all,
             )
         return module
-    modules = check_modules(list(module) if isinstance(module, (list, tuple)) else [module])
-    shard_as(modules, mesh, options, ignored_params or ())
+    shard_as(list(module) if isinstance(module, (list, tuple)) else [module], mesh, options, ignored)
     return module
 
 
 def shard_as(
-    modules: Sequence[nn.Module],
-    mesh: DeviceMesh | None,
-    options: GroupOptions,
-    ignored: Iterable[nn.Parameter],
+    modules: Sequence[nn.Module], mesh: DeviceMesh | None, options: GroupOptions, ignored: set[int]
 ) -> None:
-    """Shard modules that were checked, as one group; every way to call it ends here. Raises: InputError."""
+    """Shard modules as one group, without what is ignored, by id. Raises: InputError."""
+    check_modules(modules)
     options.check()
     if not any(True for module in modules for _ in module.parameters()):
         names = " and ".join(type(module).__name__ for module in modules)
         warn(f"{names} has no parameter, so nothing was sharded: leave the call out")
-    _shard(mesh, options, modules, {id(param) for param in ignored})
+    _attach()
+    become_fsdp_modules(shard_modules(modules, mesh, options, ignored))
 
 
 def _shard(
     mesh: DeviceMesh | None, options: GroupOptions, modules: Sequence[nn.Module], ignored: set[int]
 ) -> None:
-    """Make one group of what nested calls have left of ``modules``."""
+    """As ``shard_as``, of modules that were checked before any group was made."""
+    _attach()
+    become_fsdp_modules(shard_modules(modules, mesh, options, ignored))
+
+
+def _attach() -> None:
+    """Have what follows every sharded model be there, from the first call on."""
     _watch()
-    for m in shard_modules(modules, mesh, options, ignored):
-        if not isinstance(m, FSDPModule):
-            become_fsdp_module(m)
     guard_optimizers()
-    refuse_shards()
+    before_backwards(_refuse_shards)
+
+
+def _refuse_shards(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    from shardwright.engine.asked import refuse_shards  # noqa: PLC0415 chosen inputs
+
+    refuse_shards(outputs, inputs)
 
 
 def _watch() -> None:

@@ -36,7 +36,7 @@ from shardwright.extras import from_extra
 from shardwright.files import json_file, opened, reading
 from shardwright.module import FSDPModule
 from shardwright.policy import Lora
-from shardwright.quantized.codec import encodings
+from shardwright.quantized import encodings
 from shardwright.quantized.module import encoded_class, own_class
 from shardwright.torch_private import look_up_again, parameters_of
 
@@ -232,8 +232,8 @@ def _replace(module: nn.Module, name: str, full: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _set_magnitudes(model: nn.Module, names: Sequence[str]) -> None:
-    """The lengths of the rows of weight and product; one sharded module after another is gathered for "
-    "them."""
+    """The lengths of the rows of weight and product; one sharded module after another is gathered for
+    them."""
     modules: dict[str, Any] = dict(model.named_modules())
     owners: dict[str, list[str]] = {}
     for name in names:

@@ -1,14 +1,15 @@
 """``FSDPModule``: what a module can do once ``fully_shard`` was called on it."""
 
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from shardwright.engine.building.torch_state import TorchState, show_state, splits_backward
 from shardwright.engine.step.backward import Backward, backward_of
 from shardwright.engine.step.hooks import reset_step, run_as_forward
 from shardwright.engine.step.runtime import Runtime
@@ -18,6 +19,7 @@ from shardwright.params.param import keep_attributes
 from shardwright.schedule.schedule import ActionKind, Phase, Schedule
 from shardwright.setters import GradientSetters, ScheduleSetters
 from shardwright.torch_fsdp import RefusingFSDPModule, TorchFSDPModule
+from shardwright.torch_private import STATE_KEY
 
 if TYPE_CHECKING:
     from shardwright.observe.memory.report import MemoryLog, MemoryReport
@@ -49,7 +51,10 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         Returns:
             An iterator of parameters.
         """
-        if splits_backward(sys._getframe(1)):
+        # As ``backward_maybe_with_nosync`` asks, in a lambda, before it computes the gradients of the input.
+        asking = sys._getframe(1)
+        stage = asking.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
+        if stage and asking.f_code.co_name == "<lambda>":
             groups = [(unit.runtime, group) for unit in self._units(True) for group in unit.groups]
             for kind in (ActionKind.UNSHARD, ActionKind.WAIT):
                 for runtime, group in groups:
@@ -340,6 +345,8 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         )
 
     def _get_fsdp_state(self) -> Any:
+        from shardwright.engine.building.torch_state import TorchState  # noqa: PLC0415 torch pipelining
+
         return TorchState(cast(nn.Module, self))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -351,8 +358,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         from shardwright.engine.building.clone import deep_copy, rebuild  # noqa: PLC0415 copies alone
 
         model, blueprint = deep_copy(cast(nn.Module, self), memo)
-        for module in rebuild(model, blueprint):
-            become_fsdp_module(module)
+        become_fsdp_modules(rebuild(model, blueprint))
         return model
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -451,9 +457,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             raise InputError(f"Expects list of FSDPModules but got {module}")
 
 
-_classes: dict[type, type] = {}
-
-
 def _save_pretrained(self: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
     """As of the model's own class, where that gathers the shards or gets a whole ``state_dict``.
 
@@ -480,16 +483,37 @@ def _gathers(model: Any, own: type) -> bool:
     return hasattr(own, "gather_sharded_state_dict_for_save") and getattr(config, "dp_size", 1) > 1
 
 
-def become_fsdp_module(module: nn.Module) -> None:
-    """Swap the module's class for a subclass of it and FSDPModule, one for each class."""
-    cls = type(module)
-    if cls not in _classes:
-        own: dict[str, Any] = {"__module__": cls.__module__}
-        if hasattr(cls, "save_pretrained"):
-            own["save_pretrained"] = _save_pretrained
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
-    module.__class__ = _classes[cls]
-    show_state(module)
+def become_fsdp_modules(modules: Iterable[nn.Module]) -> None:
+    """Swap each module's class for a subclass of it and FSDPModule, one for each class."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            module.__class__ = _sharded_class(type(module))
+            module.__dict__[STATE_KEY] = _States(module)
+
+
+class _States(dict[Any, Any]):
+    """A module's states, by the function that has made each: of ``fully_shard``, whosever, ours."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.__dict__.get(STATE_KEY, {}))
+        self._module = weakref.ref(module)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        module = self._module()
+        # By its name: torch's function and ours are both asked for their state, with or without install().
+        if module is not None and getattr(key, "__name__", "") == "fully_shard":
+            from shardwright.engine.building.torch_state import TorchState  # noqa: PLC0415 torch pipelining
+
+            return TorchState(module)
+        return super().get(key, default)
+
+
+@cache
+def _sharded_class(cls: type) -> type:
+    own: dict[str, Any] = {"__module__": cls.__module__}
+    if hasattr(cls, "save_pretrained"):
+        own["save_pretrained"] = _save_pretrained
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
 
 
 def original_class(cls: type) -> type:

@@ -12,9 +12,10 @@ from shardwright.engine.groups.decoding import encode_sharded
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.unit import Unit, remember_replaced, units_in
 from shardwright.errors import InputError, StageError
-from shardwright.module import FSDPModule, become_fsdp_module, original_class
+from shardwright.module import FSDPModule, become_fsdp_modules, original_class
 from shardwright.params.param import ShardedParam
-from shardwright.quantized.codec import Encoding, encodings
+from shardwright.quantized import encodings
+from shardwright.quantized.codec import Encoding
 from shardwright.quantized.codecs import NF4, codec_of
 from shardwright.quantized.interchange import from_nf4_tensor, is_nf4_tensor
 from shardwright.quantized.module import is_base, set_encoded
@@ -179,5 +180,5 @@ def _encode_sharded(param: ShardedParam, unit: Unit, encoding: Encoding) -> Shar
         site.module.__class__ = original_class(type(site.module))
         set_encoded(site.module, site.name, encoding, (param.sharded, scales.sharded))
         if is_sharded:
-            become_fsdp_module(site.module)
+            become_fsdp_modules([site.module])
     return scales

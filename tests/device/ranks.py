@@ -222,7 +222,7 @@ class Job:
         self.function = function
         self.size = size or cases.setting(kind)[0]
         self.kind, self.rules = kind, rules
-        swapped = [(meshes, "_made"), (hooks, "_listed"), (hooks, "_root_left_out")]
+        swapped = [(meshes, "_made"), (hooks, "_root_left_out")]
         swapped += [(saving, "_staging")]
         swapped += [(nf4, name) for name in _TABLES]
         self.world = World(self.size, seed, swapped)

@@ -59,8 +59,8 @@ ROOMS = ("engine", "params", "schedule", "transport")
 # The files that these rooms had when the limits were set, wherever they are now; and new files of the rooms.
 CORE = {
     "": "setters",
-    "engine": "asked containers costs gather_full listeners references unit",
-    "engine/building": "build clone deferred foreign grouping torch_state",
+    "engine": "asked containers costs gather_full listeners unit",
+    "engine/building": "build checks clone deferred grouping torch_state",
     "engine/groups": "decoding gatherer grads group reducer table versions",
     "engine/optimizers": "away guard in_backward",
     "engine/step": "backward batches consensus executor held_memory hooks runtime same_model turns",
@@ -68,7 +68,7 @@ CORE = {
         at_rest binding buffer first_weights flat_param load_plain offload param placement rows
         smaller_world subclass unreduced
     """,
-    "quantized": "codec codecs module",
+    "quantized": "__init__ codec codecs module",
     "observe/memory": "accounts out_of_memory",
     "schedule": """
         check exposed follower group_states grouping layout recorded schedule scheduler sync

@@ -17,7 +17,6 @@ from shardwright import (
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError, StageError
 from shardwright.params import offload as host
-from shardwright.params import param as param_module
 from tests.ranks.models import Run, batches, build, full, loss_of, shard_decoder, train_beside
 from tests.ranks.pool import on_ranks
 
@@ -120,7 +119,7 @@ class Pinning:
         torch.Tensor.pin_memory = lambda tensor: self.pin(tensor)
         torch.Tensor.is_pinned = lambda tensor: self.is_pinned(tensor)
         placed = host.placed
-        param_module.placed = lambda shard, offload, _: placed(shard, offload, torch.device("cuda"))
+        host.placed = lambda shard, offload, _: placed(shard, offload, torch.device("cuda"))
 
     def pin(self, tensor):
         assert tensor.device.type == "cpu", f"cannot pin {tensor.device}"

@@ -19,7 +19,6 @@ _OURS: dict[str, Any] = {
     for name in names
 }
 _TORCHS = torch_fsdp.originals(tuple(_OURS))
-_replaced: list[tuple[ModuleType, str]] = []
 
 
 def install() -> None:
@@ -33,14 +32,9 @@ def install() -> None:
     Warns:
         UserWarning: a library was imported before and still uses torch's names; the warning names it.
     """
-    if _replaced:
-        return
     early = sorted(_holders())
-    for place in torch_fsdp.PLACES:
-        for name, theirs in _TORCHS.items():
-            if vars(place).get(name) is theirs:
-                setattr(place, name, _OURS[name])
-                _replaced.append((place, name))
+    if not _replace(_TORCHS, _OURS):
+        return
     api.fully_shard.state = TorchState  # type: ignore[attr-defined]  # as torch's has it
     if early:
         warn(
@@ -51,9 +45,20 @@ def install() -> None:
 
 def uninstall() -> None:
     """Restore torch's own names, in this process. Libraries that were imported in between keep ours."""
-    for place, name in _replaced:
-        setattr(place, name, _TORCHS[name])
-    _replaced.clear()
+    _replace(_OURS, _TORCHS)
+
+
+def _replace(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """In each place; returns whether any name was there."""
+    there = [
+        (place, name)
+        for place in torch_fsdp.PLACES
+        for name in _TORCHS
+        if vars(place).get(name) is before[name]
+    ]
+    for place, name in there:
+        setattr(place, name, after[name])
+    return bool(there)
 
 
 def _holders() -> set[str]:

@@ -2,6 +2,7 @@
 
 A forward uses the unsharded parameters; their gradients are reduced into the shards. ``autograd.grad`` and
 ``backward(inputs=)`` compute what they are asked for, and modules show the shards when they are asked.
+Loaded when one of the two is called.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,15 +15,10 @@ from torch.distributed.tensor import DTensor
 from shardwright.engine.groups.table import tables
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
-from shardwright.torch_private import before_backwards
 
 
-def refuse_shards() -> None:
-    """From now on."""
-    before_backwards(_check)
-
-
-def _check(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+def refuse_shards(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Raises: StageError where the graph of ``outputs`` has the unsharded parameter of one of ``inputs``."""
     asked = {id(each) for each in inputs if isinstance(each, DTensor)}
     used = {id(face): param for face, param in _faces(asked)} if asked else {}
     waiting = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in outputs if used]

@@ -1,21 +1,24 @@
 """A unit: what one call of ``fully_shard`` made. Modules that run together, and the groups they need."""
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwright.engine.building.deferred import Deferred
-from shardwright.engine.building.foreign import register, unregister
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.step.runtime import Entry, Runtime
-from shardwright.errors import InputError
+from shardwright.errors import InputError, MisuseError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.schedule import Phase
+from shardwright.torch_private import REGISTRY_KEY, STATE_KEY
+
+if TYPE_CHECKING:
+    from shardwright.engine.building.deferred import Deferred
 
 _ATTRIBUTE = "_shardwright_unit"
 
@@ -46,7 +49,8 @@ class Unit:
         unsharded and resharded around these modules as well.
     deferred: of a part whose group is unsharded when it is first read, what tells of that; else None.
     home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
-    now: where the current forward stands. buffers_compared: the phases before which ranks have compared them.
+    watched: of the unsharded parameters whose gradients are told of, the first. now: where the current
+        forward stands. buffers_compared: the phases before which ranks have compared them.
     """
 
     name: str
@@ -57,8 +61,9 @@ class Unit:
     home: Runtime
     now: Pass = field(default_factory=Pass)
     parts: tuple["Unit", ...] = ()
-    deferred: Deferred | None = None
+    deferred: "Deferred | None" = None
     buffers_compared: set[Phase] = field(default_factory=set)
+    watched: nn.Parameter | None = None
 
     @property
     def owners(self) -> tuple["Unit", ...]:
@@ -120,10 +125,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def mark(unit: Unit) -> None:
-    """Remember the unit on each of its modules."""
+    """Remember the unit on each of its modules, and show torch that they are sharded."""
     for module in unit.modules:
         module.__dict__[_ATTRIBUTE] = unit
-        register(module)
+        registry = OurRegistry(module.__dict__.get(REGISTRY_KEY) or {})
+        registry.of = type(module).__name__
+        module.__dict__[REGISTRY_KEY] = registry
 
 
 def units_in(module: nn.Module) -> list[Unit]:
@@ -133,9 +140,46 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 def unmark(module: nn.Module) -> None:
-    """Forget the unit of a module."""
+    """Forget the unit of a module; what others have written beside it stays."""
     del module.__dict__[_ATTRIBUTE]
-    unregister(module)
+    for key in (REGISTRY_KEY, STATE_KEY):
+        others = dict(module.__dict__.pop(key, {}))
+        if others:
+            module.__dict__[key] = others
+
+
+# ---- what torch's composable calls read of a sharded module, by which they find each other
+
+
+class OurRegistry(dict[str, Any]):
+    """A module's registry that says that it is sharded, by us. ``of``: the class of the module."""
+
+    of = ""
+
+    def __contains__(self, name: object) -> bool:
+        if name in ("fully_shard", "replicate") and _begins_to_shard():
+            raise MisuseError(
+                "torch's fully_shard, replicate or FullyShardedDataParallel was called on or around a "
+                f"{self.of}, which shardwright.fully_shard has sharded, and would shard and reduce the same "
+                "parameters again: call shardwright's there instead, or torch's everywhere"
+            )
+        return name == "fully_shard" or super().__contains__(name)
+
+
+# Torch's functions that ask as they begin to shard: around ``fully_shard``, in it, in the wrapper class. Only
+# their names tell: ``get_model_state_dict``, which is harmless, asks the same question ("replicate" in it?)
+# by another function. An ordinary entry would do for calls on the module itself; torch's ``fully_shard``
+# around it then fails with "Invariant encountered: value was None when it should not be" (torch 2.13).
+_ASKING = ("wrapper", "_is_composable_with_fsdp", "_get_ignored_modules")
+
+
+def _begins_to_shard() -> bool:
+    asking = sys._getframe(2)
+    outer = asking.f_back
+    return asking.f_code.co_name in _ASKING or (outer is not None and outer.f_code.co_name in _ASKING)
+
+
+# ---- what modules showed before
 
 
 # The parameters that modules had before they were sharded. Whoever still holds one (an optimizer built too

@@ -6,15 +6,35 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from shardwright.errors import InputError
 from shardwright.params.buffer import Buffer, ReorderedBuffer
-from shardwright.params.offload import pinned
 from shardwright.params.param import ShardedParam
-from shardwright.params.subclass import extensions_changed
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, contiguous_strides
 from shardwright.torch_private import foreach_copy_, local_of, parameters_of
 from shardwright.transport.base import Kept, Segment, Sends, copy_together
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # torch calls it from 2.15 on
+"""Methods by which a parameter's class says itself what is gathered (``subclass.py``)."""
+
+
+def is_extended(param: torch.Tensor) -> bool:
+    """Whether a parameter's class has both methods. Raises: InputError where it has one of them only, or only
+    the third one."""
+    local = local_of(param) if isinstance(param, DTensor) else param
+    has = [hasattr(local, name) for name in (PRE, POST)]
+    if has[0] != has[1]:
+        raise InputError(
+            f"Both {PRE} and {POST} should be defined if using all-gather extensions; "
+            f"{type(local).__name__} has only one of them"
+        )
+    if hasattr(local, RELEASE) and not has[0]:
+        raise InputError(f"{RELEASE} requires {PRE} and {POST}, which {type(local).__name__} doesn't have")
+    return has[0]
+
 
 Typed = Sequence[tuple[ShardedParam, torch.dtype, torch.dtype]]
 """Parameters, the dtypes that they have while unsharded, and those in which they are gathered."""
@@ -197,7 +217,10 @@ class Bound:
                 return False
             if sharded.dtype != dtype or local.device != device:
                 return False
-        return not extensions_changed(self._params)
+            # Both methods of a subclass may be set on its tensor at any time.
+            if hasattr(local, PRE) != param.extended or hasattr(local, POST) != param.extended:
+                return False
+        return True
 
     def follow_freezing(self) -> int:
         """Unsharded faces ask for a gradient where the shards do; bits of those that do."""
@@ -212,7 +235,11 @@ class Bound:
     def copy_in(self) -> None:
         """Copy the shards to this rank's part of the buffers; under ``no_grad``."""
         for (*_, maps), (places, sources) in self._copies.items():
-            foreach_copy_(places, [pinned(each) for each in sources] if maps else sources, non_blocking=True)
+            if maps:
+                from shardwright.params.offload import pinned  # noqa: PLC0415 mapped files
+
+                sources = [pinned(each) for each in sources]
+            foreach_copy_(places, sources, non_blocking=True)
         for param in self._other_copies:
             param.own.copy_(param.local, non_blocking=True)
         if self._on_device:

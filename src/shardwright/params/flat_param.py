@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwright.errors import InputError
+from shardwright.params.binding import is_extended
 from shardwright.params.load_plain import original_name
 from shardwright.params.param import Member, ParamSite, ShardedParam, Split, attributes_of, give
-from shardwright.params.subclass import is_extended
-from shardwright.quantized.codec import encodings
+from shardwright.quantized import encodings
 from shardwright.schedule.layout import FlatEntry, FlatLayout, ParamLayout
 from shardwright.torch_private import parameters_of
 from shardwright.transport.mesh import Axis

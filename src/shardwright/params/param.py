@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import guard
 from shardwright.params.buffer import Buffer
-from shardwright.params.first_weights import Beginning
-from shardwright.params.offload import DeviceCopy, placed
 from shardwright.params.placement import ParamPlacement, Split
 from shardwright.params.unreduced import Waiting
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -138,12 +136,16 @@ class ShardedParam:
         # bitsandbytes packs 4-bit codes into whatever dtype ``quant_storage`` names, also a floating one.
         self.kept_dtype = split.keeps_dtype or getattr(param, "quant_state", None) is not None
         self.bound: Unsharded | None = None
-        self._device_copy = DeviceCopy()
+        self._device_copy: Any = None
         self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
         take_over_hooks(param, self.sharded)
         self._placed: Any = ref(self.local)  # the shard that lies where its policy wants it
         self.show(self.sharded)
-        self.beginning = Beginning(whole, self.local) if self.axis.world * self.axis.num_copies > 1 else None
+        self.beginning: Any = None
+        if self.axis.world * self.axis.num_copies > 1:
+            from shardwright.params.first_weights import Beginning  # noqa: PLC0415 several ranks
+
+            self.beginning = Beginning(whole, self.local)
 
     def twin(self, *places: list[ParamSite]) -> "ShardedParam":
         """Another parameter split in the same way, whose shard is what ``places`` show now: a plain
@@ -179,7 +181,7 @@ class ShardedParam:
             )
         twin = object.__new__(type(self))
         twin.__dict__ = self.__dict__ | dict.fromkeys(("bound", "sharded"))
-        twin.sites, twin._device_copy, twin.waiting = [], DeviceCopy(), Waiting(self.fqn)
+        twin.sites, twin._device_copy, twin.waiting = [], None, Waiting(self.fqn)
         return twin
 
     @property
@@ -238,7 +240,7 @@ class ShardedParam:
             self._take_over(shown)
         # Also where only its local tensor was replaced, as ``to_empty`` may do.
         if self.split.on_host and (self._placed is None or self._placed() is not self.local):
-            there = placed(self.local, self.split.offload, self.axis.device)
+            there = self._placed_at_rest(self.local)
             if there is not self.local:
                 with torch.no_grad():
                     self.local.set_(there)  # type: ignore[arg-type]
@@ -292,8 +294,15 @@ class ShardedParam:
         if self.axis.world > 1 or not rows.is_contiguous():
             # A copy, so that the whole parameter's memory can go.
             rows = rows.clone(memory_format=torch.contiguous_format)
-        rows = placed(rows, self.split.offload, self.axis.device)
-        return nn.Parameter(self.dtensor(rows), requires_grad=trainable)
+        return nn.Parameter(self.dtensor(self._placed_at_rest(rows)), requires_grad=trainable)
+
+    def _placed_at_rest(self, rows: torch.Tensor) -> torch.Tensor:
+        """A shard where its policy wants it."""
+        if not self.split.on_host:
+            return rows
+        from shardwright.params.offload import placed  # noqa: PLC0415 offloaded shards
+
+        return placed(rows, self.split.offload, self.axis.device)
 
     # ---- dtypes
 
@@ -367,12 +376,15 @@ class ShardedParam:
     @property
     def device_copy(self) -> torch.Tensor:
         """That copy, in the dtype of the unsharded face."""
+        from shardwright.params.offload import DeviceCopy  # noqa: PLC0415 offloaded gradients
+
         pins = self.split.offload_streams is not None
+        self._device_copy = self._device_copy or DeviceCopy()
         return self._device_copy.of(self.local, self.version, self.own, pins)
 
     def forget_device_copy(self) -> None:
         """Free it; the next gather makes it anew."""
-        self._device_copy = DeviceCopy()
+        self._device_copy = None
 
     @property
     def version(self) -> int:

@@ -17,34 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError, StageError
+from shardwright.params.binding import POST, PRE, RELEASE, is_extended
 from shardwright.params.buffer import Buffer
 from shardwright.params.param import ParamSite, ShardedParam, Unsharded, give
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ParamLayout, Spans
-from shardwright.torch_private import is_traceable_wrapper_subclass, local_of
+from shardwright.torch_private import is_traceable_wrapper_subclass
 from shardwright.transport.base import Segment
 from shardwright.transport.mesh import Axis
-
-_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # torch calls it from 2.15 on
-
-
-def is_extended(param: torch.Tensor) -> bool:
-    """Whether a parameter's class has both methods. Raises: InputError where it has one of them only, or only
-    the third one."""
-    local = local_of(param) if isinstance(param, DTensor) else param
-    has = [hasattr(local, name) for name in (_PRE, _POST)]
-    if has[0] != has[1]:
-        raise InputError(
-            f"Both {_PRE} and {_POST} should be defined if using all-gather extensions; "
-            f"{type(local).__name__} has only one of them"
-        )
-    if hasattr(local, _RELEASE) and not has[0]:
-        raise InputError(f"{_RELEASE} requires {_PRE} and {_POST}, which {type(local).__name__} doesn't have")
-    return has[0]
 
 
 def copied(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,7 +131,7 @@ class ExtendedParam(ShardedParam):
             self._wire = self._lay_out(kinds)
         if kinds != self._wire.kinds:
             raise StageError(
-                f"{_PRE} of parameter {self.fqn!r} gave {kinds}, and {self._wire.kinds} before; "
+                f"{PRE} of parameter {self.fqn!r} gave {kinds}, and {self._wire.kinds} before; "
                 "shapes and dtypes must stay the same"
             )
         for buffer in self._wire.buffers:
@@ -165,7 +147,7 @@ class ExtendedParam(ShardedParam):
         """Make the unsharded parameter of what was gathered."""
         assert self._wire is not None
         dtype = self.sharded.dtype if self.kept_dtype else policy.param_dtype or self.sharded.dtype
-        post = getattr(self.local, _POST)
+        post = getattr(self.local, POST)
         outputs = tuple(self._wire.outputs)
         if self._made:
             for storage, nbytes in self._inner:
@@ -186,7 +168,7 @@ class ExtendedParam(ShardedParam):
 
     def _drop_outputs(self) -> None:
         """Free what was gathered, if the class says that the unsharded parameter doesn't read it."""
-        asks = getattr(self.local, _RELEASE, None)
+        asks = getattr(self.local, RELEASE, None)
         if asks is not None and asks():
             self._free_wire()
 
@@ -213,13 +195,13 @@ class ExtendedParam(ShardedParam):
 
     def _call_pre(self, policy: MixedPrecisionPolicy) -> tuple[Any, Any]:
         local = self.local.to(self.axis.device, non_blocking=True) if self.split.on_host else self.local
-        pre, mesh = getattr(local, _PRE), _shard_mesh(self.axis)
+        pre, mesh = getattr(local, PRE), _shard_mesh(self.axis)
         takes = inspect.signature(pre)
         if len(takes.parameters) == 1:
             return pre(mesh)
         if len(takes.parameters) != 5:
             raise InputError(
-                f"Invalid {_PRE}: {takes}\nExpects {_PRE}(self, mesh: DeviceMesh, outer_size: torch.Size, "
+                f"Invalid {PRE}: {takes}\nExpects {PRE}(self, mesh: DeviceMesh, outer_size: torch.Size, "
                 "outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
         return pre(mesh, self.spec.shape, self.spec.stride, self.sites[0].module, policy)
@@ -246,28 +228,14 @@ class ExtendedParam(ShardedParam):
         if shape[0] not in (self.layout.shard_shape(self.axis.rank)[0], self.layout.chunk_rows):
             raise InputError(
                 f"When a parameter is unevenly sharded by FSDP ({self.fqn!r}, {rows} rows over {world} "
-                f"ranks), {_PRE} must return inputs with the rows of the shard, padded to "
+                f"ranks), {PRE} must return inputs with the rows of the shard, padded to "
                 f"{self.layout.chunk_rows} or not, but got {list(shape)}"
             )
         return ParamLayout((rows, *shape[1:]), world)
 
 
-def extended_in(params: Sequence[ShardedParam]) -> list[ExtendedParam]:
-    """Those of ``params`` that say themselves what is gathered."""
-    return [param for param in params if isinstance(param, ExtendedParam)]
-
-
-def extensions_changed(params: Sequence[ShardedParam]) -> bool:
-    """Whether the local tensor of one of ``params`` has begun or ceased to have one of both methods."""
-    for param in params:
-        local = local_of(param.sharded)
-        if hasattr(local, _PRE) != param.extended or hasattr(local, _POST) != param.extended:
-            return True
-    return False
-
-
-def follow_extensions(params: Sequence[ShardedParam]) -> bool:
-    """Whether any of ``params``, at rest, has begun or ceased to say itself what is gathered, and is now so.
+def follow_extensions(params: Sequence[ShardedParam]) -> None:
+    """Have each of ``params``, at rest, be an ``ExtendedParam`` or not, as its local tensor says now.
 
     The methods may be set on its local tensor at any time, and a new tensor (``to_empty``) hasn't those that
     were set on the one before. Raises: InputError for a parameter that can't have them.
@@ -284,7 +252,6 @@ def follow_extensions(params: Sequence[ShardedParam]) -> bool:
         each.bound = None
         kind: Any = ShardedParam if isinstance(each, ExtendedParam) else ExtendedParam
         each.__class__ = kind
-    return bool(changed)
 
 
 def not_extensible(fqn: str, param: torch.Tensor) -> str:

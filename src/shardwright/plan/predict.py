@@ -37,7 +37,7 @@ from shardwright.plan.transformer import Architecture, Microbatch, Recompute
 from shardwright.plan.transformer import workload as workload_of_numbers
 from shardwright.plan.workload import OpKind, Workload
 from shardwright.policy import DEFAULT_OFFLOAD, Base, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
-from shardwright.quantized.codec import encodings
+from shardwright.quantized import encodings
 from shardwright.schedule.schedule import Phase, Schedule
 
 _SAID = ("runtime", "microbatches", "reshard_after_forward", "keep", "recompute", "base")

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.quantized import encodings
+
 Encode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Decode = Callable[..., torch.Tensor]
 
@@ -50,15 +52,6 @@ class Encoding:
     ) -> torch.Tensor:
         """The weight, in the compute dtype."""
         return self.codec.decode(codes, scales, self.shape, self.compute_dtype, out=out)
-
-
-ENCODINGS = "_shardwright_encodings"
-"""Of a module: how its weights are encoded."""
-
-
-def encodings(module: nn.Module) -> dict[str, Encoding]:
-    """How weights of this very module are encoded, by name; empty for any other module."""
-    return module.__dict__.get(ENCODINGS, {})
 
 
 def scales_name(name: str, codec: Codec) -> str:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.quantized.codec import ENCODINGS, Encoding, encode_entries, encodings, scales_name
+from shardwright.quantized import ENCODINGS, encodings
+from shardwright.quantized.codec import Encoding, encode_entries, scales_name
 from shardwright.torch_private import parameters_of
 
 _DECODED = "_shardwright_decoded"

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.api import shard_as
-from shardwright.engine.building.build import GroupOptions, check_modules, has_no_forward
-from shardwright.engine.building.foreign import check_foreign
+from shardwright.engine.building.build import GroupOptions
+from shardwright.engine.building.checks import check_foreign, check_modules, has_no_forward
 from shardwright.engine.containers import map_tensors
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError, StageError, warn
@@ -157,7 +157,7 @@ class FullyShardedDataParallel(StatefulWrapper):
             offload=CPUOffloadPolicy() if self.cpu_offload.offload_params else DEFAULT_OFFLOAD,
             flat=not use_orig_params,
         )
-        shard_as([module], mesh, options, ignored)
+        shard_as([module], mesh, options, {id(param) for param in ignored})
         cast(FSDPModule, module).set_schedule_policy(schedule)
         self._fsdp_wrapped_module = module
         self._mesh = mesh

@@ -1,21 +1,21 @@
-"""What ``fully_shard`` is made of: checks, then parameters (``found.py``), groups, unit and hooks."""
+"""What ``fully_shard`` is made of: checks (``checks.py``), then parameters, groups, unit and hooks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
+from shardwright.engine.building.checks import check_composes, check_foreign
 from shardwright.engine.building.deferred import Deferred, ends, halves, hardly_computes, shown_by
-from shardwright.engine.building.foreign import check_foreign
 from shardwright.engine.groups.gatherer import GatherOptions
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.listeners import listeners
 from shardwright.engine.optimizers.guard import leave_out
-from shardwright.engine.references import warn_of_references
 from shardwright.engine.step.hooks import ModuleHooks
 from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import (
@@ -29,10 +29,10 @@ from shardwright.engine.unit import (
     unit_of,
     units_in,
 )
-from shardwright.errors import InputError, MisuseError
+from shardwright.errors import InputError, MisuseError, warn
+from shardwright.params.binding import is_extended
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
-from shardwright.params.subclass import ExtendedParam, is_extended, not_extensible
 from shardwright.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -41,7 +41,7 @@ from shardwright.policy import (
     adopt,
 )
 from shardwright.schedule.schedule import GroupSpec
-from shardwright.torch_private import buffers_of, concatenated, parameters_of
+from shardwright.torch_private import buffers_of, parameters_of
 from shardwright.transport.mesh import Axis, resolve, smaller_world
 
 Found = dict[nn.Parameter, tuple[str, list[ParamSite]]]
@@ -83,15 +83,9 @@ def numbered_without(modules: Sequence[nn.Module], ignored: set[int]) -> dict[st
     return found
 
 
-def find_params(modules: Sequence[nn.Module], ignored: set[int]) -> Found:
+def find_params(modules: Sequence[nn.Module], nested: Sequence[Unit], ignored: set[int]) -> Found:
     """Parameters that no nested call has taken, with the places that show them."""
-    taken = {
-        id(param.sharded)
-        for m in modules
-        for unit in units_in(m)
-        for group in unit.groups
-        for param in group.params
-    }
+    taken = {id(param.sharded) for unit in nested for param in unit.params}
     found: Found = {}
     for fqn, site, param in _named_sites(modules):
         if id(param) not in taken and id(param) not in ignored:
@@ -113,7 +107,11 @@ def shard_params(
             owner.deferred = None  # what is read at the new places is not seen
             shared_owners[owner] = None
             continue
-        kind = ExtendedParam if is_extended(param) else ShardedParam
+        kind = ShardedParam
+        if is_extended(param):
+            from shardwright.params.subclass import ExtendedParam  # noqa: PLC0415 such classes
+
+            kind = ExtendedParam
         sharded = kind(fqn, sites, param, splits[param])
         remember_replaced(param, unit, sharded)
         params.append(sharded)
@@ -216,34 +214,6 @@ class GroupOptions:
         return size
 
 
-def has_no_forward(module: nn.Module) -> bool:
-    """Whether its class has no forward of its own."""
-    return type(module).forward is nn.Module.forward
-
-
-def check_modules(modules: Sequence[Any]) -> Sequence[nn.Module]:
-    """The modules to shard, each fit to be. Raises: InputError."""
-    if not modules:
-        raise InputError("fully_shard got an empty list; pass at least one module")
-    for m in modules:
-        kind = type(m).__name__
-        if not isinstance(m, nn.Module):
-            raise InputError(f"fully_shard takes an nn.Module or a list of them, got {kind}")
-        if is_sharded(m):
-            raise MisuseError(
-                "Each distinct composable distributed API can only be applied to a module once. fully_shard "
-                f"has already been applied to the following module: {kind}. Call it once on each, inner first"
-            )
-    for m in modules:
-        for other in modules:
-            if other is not m and any(child is other for child in m.modules()):
-                raise InputError(
-                    f"the list has a {type(other).__name__} that is inside another of its modules, a "
-                    f"{type(m).__name__}; list only modules that lie beside each other"
-                )
-    return modules
-
-
 def shard_modules(
     modules: Sequence[nn.Module],
     mesh: DeviceMesh | None,
@@ -255,22 +225,23 @@ def shard_modules(
     Around those that are sharded already (by another group of theirs) the new group is unsharded too.
     """
     check_foreign(modules, ignored)
+    nested = list(dict.fromkeys(unit for m in modules for unit in units_in(m)))
+    fresh = tuple(m for m in modules if not is_sharded(m))
     axis = resolve(mesh, options.dims, options.over_all)
     for tell in listeners.sharding:
         tell()
-    found = find_params(modules, ignored)
+    found = find_params(modules, nested, ignored)
     check_shared_flat(found, options.flat)
     splits = {param: _split(fqn, param, sites, axis, options) for param, (fqn, sites) in found.items()}
     worlds = {split.axis: options.smaller_world(split.axis) for split in splits.values()}
     options.smaller_world(axis)
-    warn_of_references(modules, {param: fqn for param, (fqn, _) in found.items()})
+    _warn_of_references(modules, {param: fqn for param, (fqn, _) in found.items()})
     # From here on nothing is refused any more.
     leave_out(param for module in modules for param in module.parameters() if id(param) in ignored)
     runtime = Runtime()
-    nested = list(dict.fromkeys(unit for m in modules for unit in units_in(m)))
-    fresh = tuple(m for m in modules if not is_sharded(m))
     unit = Unit("+".join(type(m).__name__ for m in modules), fresh, None, (), options.precision, runtime)
-    _move_buffers(modules, axis.device, ignored)
+    _move_buffers(modules, axis.device)
+    _name_by_path(modules)
     numbered = numbered_without(modules, ignored) if ignored else {}
     if options.flat:
         params = flatten(found, splits, unit)
@@ -291,22 +262,31 @@ def shard_modules(
         )
         groups = [members for members in (first, last) if members]
     for place, members in enumerate(groups):
-        name = f"{unit.name}.{shown_by(members, modules[0]) if members is last else place}"
-        own = unit if not place else Unit(name, (), None, (), options.precision, runtime)
-        own.group = _make_group(own.name, members, options, worlds[members[0].axis])
-        own.deferred = Deferred(members) if members is last else None
+        axis = members[0].axis
+        part = f".{shown_by(members, modules[0]) if members is last else place}" if place else ""
+        group = _make_group(unit.name + part, members, options, worlds[axis])
+        late = Deferred(members) if members is last else None
+        reshards = _reshards(options, worlds[axis], axis)
         if place:
-            take_over(own, members)
-        runtime.add(own.group, _reshards(options, worlds[members[0].axis], members[0].axis))
-        if place:
-            runtime.change(own.group, part_of=runtime.table.number(unit.groups[0]))
-        unit.parts = (*unit.parts, own) if place else ()
+            _add_part(unit, group, late, reshards)
+        else:
+            unit.group, unit.deferred = group, late
+            runtime.add(group, reshards)
     runtime.table.root = tuple(unit.groups)
     _join(unit, list(dict.fromkeys(unit_of(m) for m in modules if m not in fresh)))
     mark(unit)
-    _name_by_path(modules)
     ModuleHooks(unit)
     return modules
+
+
+def _add_part(unit: Unit, group: ParamGroup, deferred: Deferred | None, reshards: bool | None) -> None:
+    """Have ``unit``'s modules need one more group of parameters of theirs."""
+    runtime = unit.runtime
+    part = Unit(group.name, (), group, (), unit.policy, runtime, deferred=deferred)
+    take_over(part, group.params)
+    runtime.add(group, reshards)
+    runtime.change(group, part_of=runtime.table.number(unit.groups[0]))
+    unit.parts = (*unit.parts, part)
 
 
 def _cut_first_block(nested: Sequence[Unit]) -> None:
@@ -326,14 +306,10 @@ def _cut_first_block(nested: Sequence[Unit]) -> None:
         return
     first, last = halves(group.params, block, group.policy)
     if last:
-        part = Unit(f"{unit.name}.{shown_by(last, block)}", (), None, (), unit.policy, runtime)
-        part.group = ParamGroup(part.name, last, group.axis, group.policy, group.gatherer.options)
-        part.deferred = Deferred(last)
-        take_over(part, last)
+        name = f"{unit.name}.{shown_by(last, block)}"
+        part = ParamGroup(name, last, group.axis, group.policy, group.gatherer.options)
         runtime.regroup(group, first)
-        runtime.add(part.group, spec.reshard_after_forward)
-        runtime.change(part.group, part_of=runtime.table.number(group))
-        unit.parts = (*unit.parts, part)
+        _add_part(unit, part, Deferred(last), spec.reshard_after_forward)
 
 
 def _join(unit: Unit, others: list[Unit]) -> None:
@@ -408,8 +384,10 @@ def _split(
         raise MisuseError(
             f"Shard dim {dim} is invalid for {ndim}D tensor: {param.shape}, which is parameter {fqn!r}"
         )
-    _check_composes(fqn, param, axis, options.dims)
+    check_composes(fqn, param, axis, options.dims)
     if is_extended(param) and (dim % max(ndim, 1) or not ndim or isinstance(param, DTensor)):
+        from shardwright.params.subclass import not_extensible  # noqa: PLC0415 such classes
+
         raise InputError(not_extensible(fqn, param))
     if axis.world > 1 and any(getattr(site.module, "max_norm", None) is not None for site in sites):
         raise InputError(
@@ -424,36 +402,68 @@ def _split(
     return Split(axis, dim % ndim if ndim else None, options.offload, options.dims, keeps_dtype)
 
 
-def _check_composes(fqn: str, param: nn.Parameter, axis: Axis, dims: DataParallelMeshDims | None) -> None:
-    """Raises: InputError for a DTensor whose mesh and the data-parallel one don't go together."""
-    if not isinstance(param, DTensor):
-        if dims is not None:
-            raise InputError(
-                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. "
-                f"via distribute_module). Got plain tensor for parameter {fqn!r}; else leave it out (types "
-                "of spmd_types aren't read: choose another parallelism.spmd_backend in torchtitan)"
-            )
-        return
-    mesh, names = param.device_mesh, param.device_mesh.mesh_dim_names or ()
-    if dims is None:
-        try:
-            concatenated([axis.mesh, mesh])
-        except (RuntimeError, TypeError) as error:  # the second where an axis has no name
-            raise InputError(
-                f"parameter {fqn!r} is a DTensor already ({param.placements} on {mesh}), on a mesh that "
-                f"doesn't go with {axis.mesh}: {error}. Take both from one init_device_mesh with named axes"
-            ) from error
-    for name in (*dims.shard_names, *dims.replicate_names) if dims is not None else ():
-        if name not in names or param.placements[names.index(name)] != Replicate():
-            raise InputError(
-                f"Expected Replicate() on the data-parallel axis {name!r} of parameter {fqn!r}, but it is "
-                f"placed {param.placements} on {mesh}"
-            )
-
-
-def _move_buffers(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     for m in modules:
         for child in m.modules():
             for name, buffer in buffers_of(child).items():
                 if buffer is not None and buffer.device not in (device, torch.device("meta")):
                     buffers_of(child)[name] = buffer.to(device)
+
+
+# ---- other references to the memory of parameters
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_flat_weights"}  # which recurrent modules make anew
+
+
+def _warn_of_references(modules: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
+    """Say which modules hold the memory of a parameter by another way than as a parameter: what they compute
+    with is its value as it is now, for ever.
+
+    names: of the parameters that are about to be sharded.
+    """
+    by_memory = {_memory_of(param): name for param, name in names.items() if not isinstance(param, DTensor)}
+    for root in modules:
+        for path, module in root.named_modules():
+            held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            for attribute, value in (held | buffers_of(module)).items():
+                found = [by_memory.get(_memory_of(tensor)) for tensor in _tensors_in(value)]
+                name = next((each for each in found if each is not None), None)
+                if name is not None:
+                    where = f"{path}.{attribute}" if path else attribute
+                    warn(
+                        f"{where!r} of the model refers to parameter {name!r} by another name: after "
+                        "fully_shard that stays the value of now, and isn't trained. Read the parameter by "
+                        "its own name in the forward, or keep a copy (.clone()) where a constant is meant",
+                    )
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Of attributes, containers, closures and partial calls; not of other modules."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, DTensor) and value.layout is torch.strided:
+            yield value
+        return
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, list | tuple | set):
+        inside = value
+    elif isinstance(value, partial):
+        inside = (value.func, *value.args, *value.keywords.values())
+    else:
+        cells = getattr(value, "__closure__", None) or ()
+        inside = [cell.cell_contents for cell in cells if _is_filled(cell)]
+    for each in inside if depth else ():
+        yield from _tensors_in(each, depth - 1)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from shardwright.engine.building.deferred import Deferred
-from shardwright.engine.building.torch_state import hide_state, show_state
 from shardwright.engine.groups.gatherer import GatherOptions
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.step.hooks import ModuleHooks, hooks_of, methods_run_as_forward, run_as_forward
@@ -25,7 +24,7 @@ from shardwright.params.flat_param import places_of
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy, SchedulePolicy
 from shardwright.schedule.schedule import GroupSpec
-from shardwright.torch_private import hook_tables_of
+from shardwright.torch_private import STATE_KEY, hook_tables_of
 from shardwright.transport.mesh import Axis
 
 
@@ -91,12 +90,11 @@ def plain(model: nn.Module) -> Iterator[Blueprint]:
                     undo.callback(param.show, param.sharded)
             for module in unit.modules:
                 undo.callback(setattr, module, "__class__", type(module))
+                undo.callback(module.__dict__.__setitem__, STATE_KEY, module.__dict__[STATE_KEY])
                 undo.callback(mark, unit)
                 for name in methods_run_as_forward(module):
                     undo.callback(module.__dict__.__setitem__, name, module.__dict__.pop(name))
                 unmark(module)
-                undo.callback(show_state, module)
-                hide_state(module)
             undo.enter_context(_without(hooks_of(unit.modules[0])))
         for module in (m for unit in top for m in unit.modules):
             module.__class__ = type(module).__bases__[1]

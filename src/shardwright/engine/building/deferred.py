@@ -19,7 +19,7 @@ from torch import nn
 from shardwright.engine.groups.gatherer import looks_up
 from shardwright.params.param import ParamSite
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
-from shardwright.quantized.codec import encodings
+from shardwright.quantized import encodings
 from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import parameters_of, replace_parameters_of
 

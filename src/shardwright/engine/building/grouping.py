@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.engine.building.build import check_modules, has_no_forward
-from shardwright.engine.building.foreign import check_foreign
+from shardwright.engine.building.checks import check_foreign, check_modules, has_no_forward
 from shardwright.engine.groups.gatherer import looks_up
 from shardwright.engine.unit import is_sharded
 from shardwright.errors import InputError, warn

@@ -2,10 +2,9 @@
 
 ``torch.distributed.pipelining`` reduces, after the last microbatch, the gradients that the setters have kept;
 torch's ``register_fsdp_forward_method`` runs a method as the forward; its ``share_comm_ctx`` shares streams.
+Loaded when torch asks for one.
 """
 
-import weakref
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -14,7 +13,6 @@ from shardwright.engine.step.backward import backward_of
 from shardwright.engine.step.hooks import hooks_of
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
-from shardwright.torch_private import STATE_KEY
 
 
 class TorchState:
@@ -43,36 +41,3 @@ class TorchState:
             f"torch asks for {name!r} of its own FSDPState, but this module is sharded by shardwright; what "
             "it holds and does is in stats(), trace() and schedule() instead"
         )
-
-
-def splits_backward(asking: FrameType) -> bool:
-    """Whether a stage of torch's pipelining asks for its module's parameters, to compute the gradients of its
-    input first and those of its weights later: ``backward_maybe_with_nosync`` does, in a lambda."""
-    module = asking.f_globals.get("__name__")
-    return module == "torch.distributed.pipelining.stage" and asking.f_code.co_name == "<lambda>"
-
-
-class _States(dict[Any, Any]):
-    """A module's states, by the function that has made each: of ``fully_shard``, whosever, ours."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module.__dict__.get(STATE_KEY, {}))
-        self._module = weakref.ref(module)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        module = self._module()
-        if module is not None and getattr(key, "__name__", "") == "fully_shard":
-            return TorchState(module)
-        return super().get(key, default)
-
-
-def show_state(module: nn.Module) -> None:
-    """Have ``torch.distributed.fsdp.fully_shard.state(module)`` be its ``TorchState``."""
-    module.__dict__[STATE_KEY] = _States(module)
-
-
-def hide_state(module: nn.Module) -> None:
-    """Have it be None again."""
-    others = dict(module.__dict__.pop(STATE_KEY, {}))
-    if others:
-        module.__dict__[STATE_KEY] = others

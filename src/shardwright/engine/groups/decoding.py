@@ -10,6 +10,7 @@ Beside them the group's parameters of tensor subclasses that encode themselves (
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,9 @@ from torch import nn
 from shardwright.errors import InputError
 from shardwright.params.buffer import Buffer
 from shardwright.params.param import ParamSite, ShardedParam
-from shardwright.params.subclass import extended_in
 from shardwright.policy import MixedPrecisionPolicy
-from shardwright.quantized.codec import Encoding, encodings, scales_name, set_compute_dtype
+from shardwright.quantized import encodings
+from shardwright.quantized.codec import Encoding, scales_name, set_compute_dtype
 from shardwright.schedule.layout import GroupLayout, ParamLayout, pack
 from shardwright.transport.base import Segment, copy_together
 
@@ -118,7 +119,7 @@ class Decoding:
             for site in pair.codes.sites:
                 set_compute_dtype(site.module, site.name, policy.param_dtype or pair.encoding.dtype)
         self.frozen = every
-        self.extended = extended_in(params)
+        self.extended: list[Any] = [param for param in params if param.extended]
         self._policy = policy
         self.pairs = [pair for pair in every if not pair.encoding.per_use]
         self.parts = {part for pair in self.pairs for part in pair.parts}
@@ -192,6 +193,11 @@ class Decoding:
         self.dense.free()
         for param in self.extended:
             param.free()
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of the decoded weights while they are there."""
+        return self.dense.nbytes
 
     @property
     def held_nbytes(self) -> int:

@@ -9,21 +9,23 @@ The first two go with the last; rows in use go with none of the others.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from shardwright.engine.groups.decoding import Decoding
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
+from shardwright.quantized import encodings
 from shardwright.schedule.layout import ParamLayout
 from shardwright.transport.base import WHOLE, Comm, Gather, Segment, Sends
 from shardwright.transport.mesh import Axis
 
 if TYPE_CHECKING:
+    from shardwright.engine.groups.decoding import Decoding
     from shardwright.params.rows import Rows
     from shardwright.params.smaller_world import SmallerWorld
 
@@ -51,6 +53,19 @@ class GatherOptions:
     sends: Sends = WHOLE
 
 
+class NothingDecoded:
+    """In place of a ``Decoding`` where parameters are gathered as they are used: there is nothing to do."""
+
+    is_idle = True
+    frozen = pairs = extended = ()
+    parts: frozenset[ShardedParam] = frozenset()
+    faces: Mapping[ShardedParam, nn.Parameter] = MappingProxyType({})
+    dense_nbytes = held_nbytes = 0
+
+    def bind(self) -> None:
+        """There are no buffers to lay out."""
+
+
 class Gatherer:
     """How ``params`` are gathered, for as long as they and what was asked stay the same. See ``choose``.
 
@@ -76,7 +91,13 @@ class Gatherer:
             from shardwright.transport.custom import CustomComm  # noqa: PLC0415 replaced collectives
 
             self.comm = CustomComm(axis.comm, axis.group, options.all_gather, options.reduce_scatter)
-        self.decoding = Decoding(params, precision, axis.device) if before is None else before.decoding
+        self.decoding: Decoding = cast(Any, NothingDecoded())  # it has what is asked of one that is idle
+        if before is not None:
+            self.decoding = before.decoding
+        elif any(p.extended or any(encodings(site.module) for site in p.sites) for p in params):
+            from shardwright.engine.groups import decoding  # noqa: PLC0415 encoded weights
+
+            self.decoding = decoding.Decoding(params, precision, axis.device)
         unmet: list[str] = []
         self.smaller_world: SmallerWorld | None = None
         if options.smaller_world is not None:

@@ -20,10 +20,9 @@ from shardwright.engine.groups.gatherer import Gatherer, GatherOptions, choose
 from shardwright.engine.groups.reducer import Reducer
 from shardwright.engine.groups.versions import FaceVersions, moved_memory
 from shardwright.errors import StageError
-from shardwright.params.binding import Bound, own_buffer
+from shardwright.params.binding import Bound, is_extended, own_buffer
 from shardwright.params.buffer import Buffer
 from shardwright.params.param import ShardedParam, Versions
-from shardwright.params.subclass import follow_extensions
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.torch_private import local_of, num_dispatch_modes, parameters_of, version_of
 from shardwright.transport.base import Gather, Segment
@@ -153,7 +152,10 @@ class ParamGroup:
         """Follow what was done to the parameters, and list where they lie now."""
         for param in self.params:
             param.adopt()
-        if follow_extensions(self.params):
+        if any(is_extended(param.local) != param.extended for param in self.params):
+            from shardwright.params.subclass import follow_extensions  # noqa: PLC0415 such classes
+
+            follow_extensions(self.params)
             self.regroup(self.params)
         buffered = [param for param in self.params if not param.extended]
         dtypes = [(param.compute_dtype(self.policy), param.sent_dtype(self.policy)) for param in buffered]
@@ -344,7 +346,7 @@ class ParamGroup:
     @property
     def unsharded_nbytes(self) -> int:
         """Bytes of the buffers while unsharded (0 before the first unshard)."""
-        return 0 if self.buffer is None else self.buffer.nbytes + self.gatherer.decoding.dense.nbytes
+        return 0 if self.buffer is None else self.buffer.nbytes + self.gatherer.decoding.dense_nbytes
 
     @property
     def held_nbytes(self) -> int:

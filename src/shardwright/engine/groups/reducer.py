@@ -32,7 +32,6 @@ from shardwright.engine.groups.grads import (
     zero_grads,
 )
 from shardwright.errors import StageError
-from shardwright.params.offload import empty_on_host
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, ReductionPolicy
 from shardwright.torch_fsdp import SUMS_AT_REST
@@ -146,6 +145,8 @@ class Unresolved:
         self.kept = [(list(found), list(found.values()))]
 
     def _send(self, params: Sequence[ShardedParam], totals: list[torch.Tensor], streams: Streams) -> None:
+        from shardwright.params.offload import empty_on_host  # noqa: PLC0415 offloaded gradients
+
         with streams.offloading(totals):
             places = empty_on_host(totals)
             foreach_copy_(places, totals, non_blocking=True)

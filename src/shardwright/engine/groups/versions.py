@@ -8,11 +8,11 @@ any that a forward can have saved.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.groups.decoding import Decoding
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam, Versions
 from shardwright.torch_private import local_of, set_versions, version_of
@@ -50,7 +50,7 @@ class FaceVersions:
         pairs = zip(self._faces, self._versions, strict=True)
         return [self.is_whole and version_of(face) != version for face, version in pairs]
 
-    def write_back(self, params: Sequence[ShardedParam], decoding: Decoding, unmarked: bool) -> None:
+    def write_back(self, params: Sequence[ShardedParam], decoding: Any, unmarked: bool) -> None:
         """Copy what was edited of this rank's rows into the shards; with ``unmarked`` also what was edited
         without a mark."""
         with torch.no_grad():

@@ -16,7 +16,6 @@ from shardwright.engine.groups.reducer import Reducer
 from shardwright.engine.groups.table import GroupTable
 from shardwright.engine.step import batches
 from shardwright.engine.step.held_memory import Memory
-from shardwright.engine.step.same_model import check_same_model
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement
 from shardwright.schedule.recorded import bits
@@ -202,7 +201,9 @@ class Executor:
     def _compare(self, comms: Iterable[Comm]) -> None:
         """Before the first collective on an axis, which needs the same ranks."""
         for comm in comms:
-            if id(comm) not in self._compared:
+            if comm.world > 1 and id(comm) not in self._compared:
+                from shardwright.engine.step.same_model import check_same_model  # noqa: PLC0415 several ranks
+
                 groups = [g for g in self.table.groups if comm is g.axis.comm or comm is g.axis.replicate]
                 check_same_model(comm, groups, self.agreement)
                 self._compared.add(id(comm))

@@ -17,12 +17,12 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -34,19 +34,21 @@ from shardwright.engine.containers import (
     tensors_in,
 )
 from shardwright.engine.groups.gatherer import is_lookup
-from shardwright.engine.groups.group import ParamGroup, Stage
+from shardwright.engine.groups.group import Stage
 from shardwright.engine.listeners import listeners
-from shardwright.engine.optimizers.guard import OptimizerGuard, page_out, show_grads, show_waiting
-from shardwright.engine.references import warn_of_late
+from shardwright.engine.optimizers.guard import (
+    OptimizerGuard,
+    is_left_out,
+    page_out,
+    show_grads,
+    show_waiting,
+)
 from shardwright.engine.step.backward import Call, backward_of
 from shardwright.engine.step.runtime import Runtime
-from shardwright.engine.step.same_model import compare_buffers
 from shardwright.engine.step.turns import CallingFrame
 from shardwright.engine.unit import Unit, unit_of
 from shardwright.errors import StageError, warn
 from shardwright.params.at_rest import name_remedy
-from shardwright.params.load_plain import PlainLoads
-from shardwright.params.param import ShardedParam
 from shardwright.schedule.schedule import EventKind, Phase
 from shardwright.torch_private import (
     base_of,
@@ -64,53 +66,33 @@ from shardwright.transport.process import process_is_ours
 from shardwright.transport.recorder import recorder
 
 
-class _GradWatch:
-    """Tells when all trainable parameters of a unit's group have their gradients, whatever runs last."""
-
-    def __init__(self, owner: Unit, group: ParamGroup) -> None:
-        # Weak, since this is kept in a table by its group: else no model that was dropped would be freed.
-        self._owner = weakref.ref(owner)
-        self._group = weakref.ref(group)
-        self._watched: nn.Parameter | None = None
-
-    def attach(self) -> None:
-        """Hook the unsharded parameters, where they are not the ones hooked before."""
-        group = self._group()
-        assert group is not None
-        params = group.params
-        if self._watched is params[0].unsharded:
-            return
-        self._watched = params[0].unsharded
-        for unsharded in (param.unsharded for param in params):
-            if unsharded.is_floating_point() or unsharded.is_complex():
-                # A hook can only be set on a parameter that asks for a gradient; it may be unfrozen later.
-                trainable = unsharded.requires_grad
-                with beneath_transforms():
-                    unsharded.requires_grad_(True).register_post_accumulate_grad_hook(self._arrive)
-                    unsharded.requires_grad_(trainable)
+def _watch_grads(owner: Unit) -> None:
+    """Have the backward told of each gradient of an unsharded parameter of the owner's group, where these are
+    not the parameters that it was told of before."""
+    assert owner.group is not None
+    params = owner.group.params
+    if owner.watched is params[0].unsharded:
+        return
+    owner.watched = params[0].unsharded
+    # Weak: autograd keeps the hook where Python's collector doesn't look, so that a model which was dropped
+    # would never be freed.
+    of = weakref.ref(owner)
 
     @skipped_by_compiler
-    def _arrive(self, _: torch.Tensor) -> None:
-        owner, group = self._owner(), self._group()
-        assert owner is not None
-        assert group is not None
-        runtime = owner.runtime
-        backward_of(runtime).arrived(runtime, group)
+    def arrived(_: torch.Tensor) -> None:
+        unit = of()
+        assert unit is not None
+        assert unit.group is not None
+        runtime = unit.runtime
+        backward_of(runtime).arrived(runtime, unit.group)
 
-
-_watches: WeakKeyDictionary[ParamGroup, _GradWatch] = WeakKeyDictionary()
-
-
-def _watch_grads(owner: Unit) -> None:
-    assert owner.group is not None
-    watch = _watches.get(owner.group)
-    if watch is None:
-        watch = _watches[owner.group] = _GradWatch(owner, owner.group)
-    watch.attach()
-
-
-_listed: list[Unit] = []
-"""Units of several modules that have begun in the outermost sharded module that runs."""
+    for unsharded in (param.unsharded for param in params):
+        if unsharded.is_floating_point() or unsharded.is_complex():
+            # A hook can only be set on a parameter that asks for a gradient; it may be unfrozen later.
+            trainable = unsharded.requires_grad
+            with beneath_transforms():
+                unsharded.requires_grad_(True).register_post_accumulate_grad_hook(arrived)
+                unsharded.requires_grad_(trainable)
 
 
 class _RootLeftOut:
@@ -146,6 +128,7 @@ class _RootLeftOut:
         )
 
 
+# Of this process, since the two models that it compares have nothing else in common, and said once in all.
 _root_left_out = _RootLeftOut()
 
 
@@ -155,23 +138,32 @@ class ModuleHooks:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._calls: list[Call] = []
-        loads = PlainLoads(self._at_rest, self._shown)
         self.ids: set[int] = set()
         for module in unit.modules:
             handles = (
                 module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self.after, always_call=True),
                 module.register_state_dict_pre_hook(self._at_rest),
-                module.register_load_state_dict_pre_hook(loads.before),
-                module.register_load_state_dict_post_hook(loads.after),
+                module.register_load_state_dict_pre_hook(self._before_load),
+                module.register_load_state_dict_post_hook(self._after_load),
             )
             self.ids.update(handle.id for handle in handles)
 
     def _at_rest(self, *_: Any) -> None:
         self.unit.runtime.rest()
 
-    def _shown(self) -> list[ShardedParam]:
-        return [param for unit in (self.unit, *self.unit.shared_owners) for param in unit.params]
+    @cached_property
+    def _loads(self) -> Any:
+        from shardwright.params.load_plain import PlainLoads  # noqa: PLC0415 loaded states
+
+        units = (self.unit, *self.unit.shared_owners)
+        return PlainLoads(self._at_rest, lambda: [param for unit in units for param in unit.params])
+
+    def _before_load(self, *of_load: Any) -> None:
+        self._loads.before(*of_load)
+
+    def _after_load(self, *of_load: Any) -> None:
+        self._loads.after(*of_load)
 
     # ---- before the forward
 
@@ -223,12 +215,12 @@ class ModuleHooks:
         root, outermost = unit.modules[0], runtime.depth == 0
         gathers = outermost and any(group.stage is Stage.SHARDED for group in runtime.groups)
         if outermost:
-            _listed.clear()  # an exception may have ended the one before
+            runtime.listed = []  # an exception may have ended the one before
             # Before the first forward, and before the first one after an optimizer's first step, or one with
             # other parameters; in ``around`` modules show others' until the forward begins.
             if runtime.num_checked != _guard.num_checked and not runtime.table.around:
                 runtime.num_checked = _guard.num_checked
-                warn_of_late(root, runtime)
+                _warn_of_late(root, runtime)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
             runtime.begin(phase, CallingFrame(2).runs, unit.entry)
         if unit.now.number != runtime.pass_number:
@@ -240,7 +232,7 @@ class ModuleHooks:
         if not unit.now.awaited:
             unit.now.awaited = set(unit.modules)
             if len(unit.modules) > 1:
-                _listed.append(unit)
+                runtime.listed.append(unit)
             if unit.now.running == 1:
                 for owner in owners:
                     owner.enter_pass(runtime.pass_number)
@@ -253,6 +245,8 @@ class ModuleHooks:
         # a rank may run it alone.
         phase, compared = runtime.phase, unit.buffers_compared
         if gathers and phase and phase not in compared and (phase is Phase.FORWARD or compared):
+            from shardwright.engine.step.same_model import compare_buffers  # noqa: PLC0415 several ranks
+
             compared.add(phase)
             compare_buffers(root, runtime.comms(), phase)
 
@@ -342,10 +336,9 @@ class ModuleHooks:
         unit.now.running -= 1
         unit.now.awaited.discard(module)
         ended = [unit] if unit.now.running == 0 and not unit.now.awaited else []
-        if (
-            runtime.depth == 0
-        ):  # of a list only some modules may have run: a chunked loss calls the head alone
-            ended += [each for each in _listed if each.now.awaited]
+        if runtime.depth == 0:
+            # Of a list only some modules may have run: a chunked loss calls the head alone.
+            ended += [each for each in runtime.listed if each.now.awaited]
         for each in ended:
             each.now.awaited.clear()
             for owner in each.owners:
@@ -358,7 +351,6 @@ class ModuleHooks:
                         holds = owner.now.unseen and owner.group is not None and owner.group.trainable != 0
                         runtime.at(EventKind.FORWARD_END, owner.group, holds)
         if runtime.depth == 0:
-            _listed.clear()
             runtime.end(failed)
 
     def _watch_output(self, call: Call, output: torch.Tensor) -> None:
@@ -387,6 +379,28 @@ def reset_step(runtime: Runtime) -> None:
     runtime.executor.land(runtime.groups)
     for group in runtime.groups:
         group.reducer.forget_waiting()
+
+
+def _warn_of_late(root: nn.Module, runtime: Runtime) -> None:
+    """Name the parameters that no call has taken, as those are that were put in after it; each once."""
+    if all(group.axis.world * group.axis.num_copies == 1 for group in runtime.groups):
+        return
+    ours = {id(param.unsharded) for group in runtime.groups for param in group.params if param.bound}
+    late = [
+        name
+        for name, param in root.named_parameters()
+        if param.requires_grad
+        and name not in runtime.late
+        and not (isinstance(param, DTensor) or id(param) in ours or is_left_out(param))
+    ]
+    runtime.late.update(late)
+    if late:
+        warn(
+            f"{len(late)} parameters of the model are in no group ({', '.join(late[:3])}"
+            f"{', ...' if len(late) > 3 else ''}), so each rank trains its own: their gradients aren't "
+            "averaged. Put them in before fully_shard, or pass those that you average yourself as "
+            "ignored_params",
+        )
 
 
 def watch_sharded_grad(param: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:

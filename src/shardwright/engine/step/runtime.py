@@ -73,7 +73,8 @@ class Runtime:
     groups: of the model, in the order in which they were sharded.
     depth: sharded modules that are in their forward now, one inside the other. phase: the one that is
     running, or None. backward: see ``backward_of``. pass_number: counts forwards. successor: the runtime that
-    has taken this one's groups in, if one has. late: parameters that were found to be in no group, as of
+    has taken this one's groups in, if one has. listed: units of several modules that have begun in the
+    outermost module that runs. late: parameters that were found to be in no group, as of
     ``num_checked`` optimizers.
     """
 
@@ -83,6 +84,7 @@ class Runtime:
         self.groups = self.table.groups
         self.executor = Executor(self.table)
         self.depth = self.pass_number = 0
+        self.listed: list[Any] = []
         self.successor: Runtime | None = None
         self.step = StepPolicy()
         self.phase: Phase | None = None

@@ -1,5 +1,7 @@
 """Whether all ranks hold the same model: the same groups, which begin with the same values. Buffers aren't
-sharded: each rank keeps its own, where DistributedDataParallel sends rank 0's before each forward."""
+sharded: each rank keeps its own, where DistributedDataParallel sends rank 0's before each forward. Loaded
+where there are several ranks.
+"""
 
 from collections.abc import Sequence
 
