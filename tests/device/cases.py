@@ -521,7 +521,8 @@ def _step(
             model.reset_iter_state()
             groups = [group for unit in units_in(model) for group in unit.groups]
             filled = {each for group in groups if (on := group.gatherer.comm.streams) for each in on._filled}
-            seen.append(torch.full((), all(group.reducer.is_idle for group in groups) and not filled))
+            idle = all(group.reducer.gradients.is_idle for group in groups)
+            seen.append(torch.full((), idle and not filled))
         run.optimizer.zero_grad()
     if happens == "by hand":
         seen += _by_hand(model, draw.random() < 0.5)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from shardwright import FSDPModule, stats, torch_private
-from shardwright.params.unreduced import mark_of
+from shardwright.engine.groups.gradient_state import mark_of
 
 NEEDS_ORDER = pytest.mark.skipif(
     not torch_private.keeps_order, reason=f"torch {torch.__version__} has no new_group(sort_ranks=)"

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from shardwright import clip_grad_norm_, fully_shard
+from shardwright.engine.groups.gradient_state import GradPlace
+from shardwright.engine.unit import unit_of
 from shardwright.errors import StageError
-from tests.ranks.models import full
+from tests.ranks.models import full, waits
 from tests.ranks.pool import on_ranks, run_ranks
 
 
@@ -225,3 +227,37 @@ def test_gradients_may_be_reduced_inside_of_a_step_with_a_closure(rank, world):
     optimizers[1].step(closure=last_of_all)
     for mine, other in zip(ours.parameters(), whole.parameters(), strict=True):
         assert torch.allclose(full(mine), other, atol=1e-5)
+
+
+def put(place):
+    """A parameter of which a gradient waits at ``place`` when a backward ends, and the state of its group."""
+    [group] = unit_of(fully_shard(nn.Linear(4, 4, bias=False))).runtime.groups
+    [param], gradients = group.params, group.reducer.gradients
+    gradients.put(place, {param: torch.ones(16)})
+    gradients.outlive()
+    assert waits(param.sharded) and not gradients.is_idle
+    return param, gradients
+
+
+@pytest.mark.parametrize("place", GradPlace)
+@on_ranks(1)
+def test_what_waits_anywhere_when_a_backward_ends_is_cleared_with_grad(place):
+    param, gradients = put(place)
+    param.sharded.grad = None
+    assert gradients.is_idle
+    gradients.brought.add(param)
+    gradients.give({param: torch.ones(16)})
+    assert full(param.sharded.grad).eq(1).all()
+
+
+@pytest.mark.parametrize("place", GradPlace)
+@on_ranks(1)
+def test_what_waits_anywhere_when_the_next_backward_fails_stays_or_is_told_as_lost(place):
+    param, gradients = put(place)
+    gradients.drop()
+    if place in (GradPlace.ACCUMULATING, GradPlace.SUMMED):
+        assert gradients.of(place)[param].eq(1).all()
+    else:
+        gradients.brought.add(param)
+        with pytest.raises(StageError, match=r"were lost in a .*zero_grad\(\)"):
+            gradients.give({param: torch.ones(16)})

@@ -22,7 +22,6 @@ from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import guard
 from shardwright.params.buffer import Buffer
 from shardwright.params.placement import ParamPlacement, Split
-from shardwright.params.unreduced import Waiting
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwright.schedule.layout import FlatEntry, ParamLayout
 from shardwright.torch_private import (
@@ -106,7 +105,6 @@ class ShardedParam:
 
     sites: every place that shows it (more than one where modules share it).
     place: where its shards lie. attributes: what the caller had set on it; every face has them.
-    waiting: gradients that wait to be reduced, unsharded (``accumulated``) or summed over shards alone.
     compared: its names, and by each the one to compare with other ranks' where that is another.
     kept_dtype: it is never cast (codes, scales, and what ``param_dtype_override_fn`` says).
     beginning: of its values; None where no other rank has them.
@@ -131,7 +129,6 @@ class ShardedParam:
         self.spec = self.place.spec(param)
         guard(self.spec.mesh)
         self.attributes = attributes_of(param)
-        self.waiting = Waiting(fqn)
         self.compared: Mapping[str, str] = {}
         # bitsandbytes packs 4-bit codes into whatever dtype ``quant_storage`` names, also a floating one.
         self.kept_dtype = split.keeps_dtype or getattr(param, "quant_state", None) is not None
@@ -166,7 +163,7 @@ class ShardedParam:
         layout = ParamLayout(shape, self.axis.world, self.layout.dim)
         self.place = ParamPlacement(self.split, layout, self.inner)
         self.spec = self.place.spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
-        self.waiting, self.bound = Waiting(self.fqn), None
+        self.bound = None
         self.kept_dtype = True
         self.sharded = give(self.attributes, nn.Parameter(self.dtensor(rows), requires_grad=False))
         self.show(self.sharded)
@@ -181,7 +178,7 @@ class ShardedParam:
             )
         twin = object.__new__(type(self))
         twin.__dict__ = self.__dict__ | dict.fromkeys(("bound", "sharded"))
-        twin.sites, twin._device_copy, twin.waiting = [], None, Waiting(self.fqn)
+        twin.sites, twin._device_copy = [], None
         return twin
 
     @property
@@ -321,16 +318,6 @@ class ShardedParam:
     def reduce_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Dtype in which the gradient is summed over ranks and over microbatches."""
         return policy.sum_dtype(self.sharded.dtype, self.compute_dtype(policy))
-
-    @property
-    def accumulated(self) -> torch.Tensor | None:
-        """Unsharded gradient of earlier microbatches in the reduce dtype; None where the caller has cleared
-        the parameter's since."""
-        return self.waiting.grad_of(self.sharded)
-
-    @accumulated.setter
-    def accumulated(self, grad: torch.Tensor | None) -> None:
-        self.waiting.keep(grad, self.sharded)
 
     # ---- unsharded
 

@@ -1,69 +1,34 @@
-"""The gradients of a group's parameters, all at once: taken, cast, as segments of a reduce-scatter, added to
-the shards'. What is copied, cast or added is one call for all that have the same dtypes."""
+"""Gradients of a group's parameters as a reduce-scatter takes them: cast, and as segments. What is copied or
+cast is one call for all that have the same dtypes."""
 
 from collections.abc import Sequence
 from math import frexp
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from shardwright.errors import InputError, StageError
 from shardwright.params.param import ShardedParam
-from shardwright.params.unreduced import mark_of
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ParamLayout, equal_spans, pack
-from shardwright.torch_private import (
-    foreach_add_,
-    foreach_copy_,
-    foreach_div,
-    hooks_of,
-    local_of,
-    post_accumulate_grad_hooks_of,
-)
+from shardwright.torch_private import foreach_copy_, foreach_div
 from shardwright.transport.base import Reduction, Segment
 
-Grads = list[tuple[ShardedParam, torch.Tensor]]
+Grads = dict[ShardedParam, torch.Tensor]
 
 
-def take_grads(params: Sequence[ShardedParam]) -> list[torch.Tensor | None]:
-    """The unsharded gradients so far, earlier microbatches included; the parameters forget them."""
-    taken: list[torch.Tensor | None] = []
-    earlier: list[torch.Tensor] = []
-    later: list[torch.Tensor] = []
-    for param in params:
-        grad = None
-        if param.bound is not None:
-            grad, param.bound.param.grad = param.bound.param.grad, None
-        if isinstance(grad, DTensor):
-            grad = param.place.local_grad(grad)
-        if grad is not None and grad.layout is not torch.strided:
-            grad = grad.to_dense()  # nn.Embedding(sparse=True)
-        if param.accumulated is not None:
-            if grad is not None:
-                earlier.append(param.accumulated)
-                later.append(grad)
-            grad, param.accumulated = param.accumulated, None
-        taken.append(grad)
-    if earlier:
-        foreach_add_(earlier, later)
-    return taken
-
-
-def zero_grads(params: Sequence[ShardedParam], policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
+def zero_grads(params: Sequence[ShardedParam], policy: MixedPrecisionPolicy) -> Grads:
     """Gradients of zeros, for a rank that has none: parts of one tensor for each dtype."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, param in enumerate(params):
-        kinds.setdefault((param.compute_dtype(policy), param.axis.device), []).append(index)
-    zeros: dict[int, torch.Tensor] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[ShardedParam]] = {}
+    for param in params:
+        kinds.setdefault((param.compute_dtype(policy), param.axis.device), []).append(param)
+    zeros: Grads = {}
     for (dtype, device), members in kinds.items():
-        layouts = [params[index].layout for index in members]
+        layouts = [param.layout for param in members]
         offsets, nbytes = pack([layout.numel * dtype.itemsize for layout in layouts])
         whole = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-        for index, layout, offset in zip(members, layouts, offsets, strict=True):
+        for param, layout, offset in zip(members, layouts, offsets, strict=True):
             start = offset // dtype.itemsize
-            zeros[index] = whole[start : start + layout.numel].view(layout.shape)
-    return [zeros[index] for index in range(len(params))]
+            zeros[param] = whole[start : start + layout.numel].view(layout.shape)
+    return zeros
 
 
 def cast(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
@@ -98,7 +63,7 @@ def reduce_segments(
     Where the order of one has to be changed, all whose slices of the sharded dim have the same shape share
     its part. divided: what float16 sums are divided by beforehand.
     """
-    tensors = [grad for _, grad in grads]
+    tensors = list(grads.values())
     half = [index for index, dtype in enumerate(dtypes) if dtype is torch.float16]
     if half and divided != 1:
         for index, part in zip(half, foreach_div([tensors[i] for i in half], divided), strict=True):
@@ -110,7 +75,7 @@ def reduce_segments(
     segments: list[Segment] = []
     together: list[list[int]] = []
     shared: dict[object, list[int]] = {}
-    layouts = [param.place.layout for param, _ in grads]
+    layouts = [param.place.layout for param in grads]
     kinds = [(each.shape[each.dim :], t.dtype) for each, t in zip(layouts, tensors, strict=True)]
     across = {kind for kind, layout in zip(kinds, layouts, strict=True) if not layout.in_order}
     for index, (layout, tensor) in enumerate(zip(layouts, tensors, strict=True)):
@@ -168,58 +133,4 @@ def separated(reduction: Reduction, together: Sequence[Sequence[int]], grads: Gr
     """A reduction of the parts that ``reduce_segments`` made, as one of the gradients."""
     if list(together) == [[index] for index in range(len(grads))]:
         return reduction
-    return _Separated(reduction, together, [p.layout.shard_numel(p.axis.rank) for p, _ in grads])
-
-
-def _hooked(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
-    """The local gradient after the caller's hooks, each of which may return another one."""
-    grad: Any = param.dtensor(local)
-    with torch.no_grad():
-        for hook in tuple((hooks_of(param.sharded) or {}).values()):
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-    if not isinstance(grad, DTensor) or grad.shape != param.sharded.shape:
-        raise InputError(
-            f"a hook on the gradient of sharded parameter {param.fqn!r} returned {type(grad).__name__} of "
-            f"shape {list(grad.shape)}; return a DTensor like the gradient, or None"
-        )
-    return local_of(grad)
-
-
-def add_sharded_grads(params: Sequence[ShardedParam], totals: Sequence[torch.Tensor]) -> None:
-    """Add reduced gradients, 1-D, to ``sharded.grad`` (in the dtypes at rest), as the hooks of
-    ``register_hook`` change them; then call those that wait for them. Raises: InputError for a gradient that
-    the caller has set to something else."""
-    earlier: list[torch.Tensor] = []
-    later: list[torch.Tensor] = []
-    for param, total in zip(params, cast(totals, [param.sharded.dtype for param in params]), strict=True):
-        sharded = param.sharded
-        shard, grad = local_of(sharded), sharded.grad
-        local = total.view(shard.shape).to(shard.device)
-        if hooks_of(sharded):
-            local = _hooked(param, local)
-        mark = mark_of(grad)
-        if mark is not None:
-            grad = None if mark.cleared else mark.earlier
-        if mark is not None and mark.lost and not mark.cleared:
-            raise StageError(
-                f"gradients of earlier microbatches of {param.fqn!r} were lost in a backward that failed: "
-                "call zero_grad() after it, and begin the step again"
-            )
-        if grad is None:
-            sharded.grad = param.dtensor(local)
-        elif isinstance(grad, DTensor):
-            if mark is not None:
-                sharded.grad = grad
-            earlier.append(local_of(grad))
-            later.append(local)
-        else:
-            raise InputError(
-                f"the gradient of sharded parameter {param.fqn!r} was set to a {type(grad).__name__}; "
-                "set it to a DTensor like the parameter, or to None"
-            )
-    if earlier:
-        foreach_add_(earlier, later)
-    for param in params:
-        for hook in tuple((post_accumulate_grad_hooks_of(param.sharded) or {}).values()):
-            hook(param.sharded)
+    return _Separated(reduction, together, [p.layout.shard_numel(p.axis.rank) for p in grads])

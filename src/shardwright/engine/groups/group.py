@@ -385,13 +385,6 @@ def grad_nbytes(group: ParamGroup) -> int:
     return sum(p.local.element_size() * p.layout.numel for p in group.params if p.trainable)
 
 
-def keeps_grads(group: ParamGroup) -> bool:
-    """Whether it has gradients of earlier microbatches that a backward which reduces takes along."""
-    return group.reducer.keeps_partial or bool(
-        [param for param in group.params if param.accumulated is not None]
-    )
-
-
 def drop_grads(group: ParamGroup) -> None:
     """Forget the gradients of a backward that failed; a reduction in flight ends unseen. Those of earlier
     microbatches stay."""

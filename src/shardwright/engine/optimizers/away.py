@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardwright.engine.groups.group import ParamGroup, keeps_grads, offloaded
+from shardwright.engine.groups.group import ParamGroup, offloaded
 from shardwright.engine.listeners import State, listeners
 from shardwright.errors import StageError
 from shardwright.params.offload import empty_on_host
@@ -66,7 +66,7 @@ listeners.needs.append(_refuse)
 
 def check_reduced(groups: Sequence[ParamGroup]) -> None:
     """Raises: StageError where gradients of a microbatch are unsharded yet, or on their way."""
-    names = [group.name for group in groups if keeps_grads(group) or not group.reducer.is_idle]
+    names = [group.name for group in groups if not group.reducer.gradients.is_idle]
     if names:
         raise StageError(
             f"offload_states was called between the microbatches of a step: gradients of group {names[0]!r} "

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Muon
 from torch.optim.optimizer import Optimizer
 
+from shardwright.engine.groups.gradient_state import mark_of, zeros_of
 from shardwright.engine.groups.group import Stage, offloaded
 from shardwright.engine.groups.table import tables
 from shardwright.engine.listeners import State, listeners
 from shardwright.engine.step.runtime import unsettled
 from shardwright.engine.unit import sharded_from
 from shardwright.errors import InputError, StageError, UnsupportedTorch, warn
-from shardwright.params.unreduced import mark_of, zeros_of
 from shardwright.torch_private import current_graph_task, has_optimizer_kernels
 
 _LEFT_OUT = "_left_out_of_sharding"

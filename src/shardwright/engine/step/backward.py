@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardwright.engine.groups.group import ParamGroup, keeps_grads
+from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import Unit
 from shardwright.errors import StageError
@@ -180,7 +180,7 @@ class Backward:
         of the model's meshes calls it."""
         ending = self._enter_phase()
         for group in self.runtime.groups:
-            if keeps_grads(group) or group.has_grads:
+            if group.reducer.keeps_grads or group.has_grads:
                 self.runtime.at(EventKind.GRADS_READY, group)
         ending()
 
@@ -202,7 +202,7 @@ class Backward:
             reducer = group.reducer
             others_may = reducer.policy.unused_params and not reducer.done and group.buffer is not None
             # An earlier microbatch ran what this one, which reduces, left out (an adapter, a vision tower).
-            kept = reducer.policy.reduce and keeps_grads(group)
+            kept = reducer.policy.reduce and reducer.keeps_grads
             if group.has_grads or others_may or kept:
                 self.runtime.at(EventKind.GRADS_READY, group)
         self.runtime.at(EventKind.STEP_END)

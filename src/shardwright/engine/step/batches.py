@@ -113,11 +113,13 @@ def reduce(reducers: Sequence[Reducer]) -> None:
         if held:
             grads[reducer] = held
     for reducer, reduction in _issued(grads):
-        reducer.send(reduction, [param for param, _ in grads[reducer]])
+        reducer.send(reduction)
     followed = [(reducer, streams) for reducer in grads if (streams := reducer.follows_on) is not None]
     for _, members in _by_comm(followed, lambda each: each[0].copies):
         with members[0][1].reducing():
-            all_reduce({reducer: reducer.follow() for reducer, _ in members})
+            for reducer, _ in members:
+                reducer.follow()
+            all_reduce([reducer for reducer, _ in members])
 
 
 def rehearse(reducers: Sequence[Reducer]) -> Callable[[], None]:
@@ -151,15 +153,15 @@ def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
     return flying
 
 
-def all_reduce(found: Mapping[Reducer, Mapping[ShardedParam, torch.Tensor]]) -> None:
+def all_reduce(reducers: Sequence[Reducer]) -> None:
     """Issue the all-reduces over copies of what reduce-scatters have brought, one for each transport."""
-    partial = {reducer: totals for reducer, totals in found.items() if totals}
-    for comm, members in _by_comm(partial, lambda reducer: reducer.copies):
-        values = [total for reducer in members for total in partial[reducer].values()]
+    due = [reducer for reducer in reducers if reducer.due]
+    for comm, members in _by_comm(due, lambda reducer: reducer.copies):
+        values = [total for reducer in members for total in reducer.due.values()]
         whole = SharedReduction(comm.all_reduce(values, _key("all-reduce", members)))
-        parts = whole.parts([len(partial[reducer]) for reducer in members])
+        parts = whole.parts([len(reducer.due) for reducer in members])
         for reducer, part in zip(members, parts, strict=True):
-            reducer.send_copies(part, list(partial[reducer]))
+            reducer.send_copies(part)
 
 
 def _by_comm(

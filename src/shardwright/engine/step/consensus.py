@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NoReturn
 
+from shardwright.engine.groups.gradient_state import GradPlace
 from shardwright.engine.groups.group import Stage
 from shardwright.engine.step.executor import Executor
 from shardwright.errors import Diverged
@@ -137,7 +138,9 @@ class Consensus:
         not_smaller = every - bits(kept)
         if point is SyncPoint.FORWARD:
             return missing, not_smaller, 0, 0, 0
-        kept = bits(index for index, group in enumerate(groups) if group.reducer.unresolved.keeps)
+        kept = bits(
+            index for index, group in enumerate(groups) if group.reducer.gradients.of(GradPlace.ACCUMULATING)
+        )
         always = bits(i for i, group in enumerate(groups) if group.reducer.policy.unused_params)
         return missing, not_smaller, used | always, kept, 0
 

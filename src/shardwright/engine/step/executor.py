@@ -2,21 +2,17 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
+from shardwright.engine.groups.gradient_state import GradPlace
 from shardwright.engine.groups.group import (
     ParamGroup,
     Stage,
     drop_grads,
     follow_freezing,
-    keeps_grads,
     restore,
 )
-from shardwright.engine.groups.reducer import Reducer
 from shardwright.engine.groups.table import GroupTable
 from shardwright.engine.step import batches
 from shardwright.engine.step.held_memory import Memory
-from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement
 from shardwright.schedule.recorded import bits
 from shardwright.schedule.schedule import Action, ActionKind, Phase
@@ -43,8 +39,6 @@ class Executor:
         self.participates = False
         self.pending_steps: dict[int, dict[Callable[[], None], None]] = {}
         self.asked: set[int] = set()
-        # Gradients that are summed over shards, and not over copies yet.
-        self._partial: dict[Reducer, dict[ShardedParam, torch.Tensor]] = {}
         self._paging: set[Streams] = set()  # by which steps inside of the backward put their state back
         self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
         self.do: dict[ActionKind, Callable[[Action], None]] = {
@@ -92,7 +86,7 @@ class Executor:
             if group.stage is not Stage.SHARDED:
                 held_nbytes = group.held_nbytes
                 keeps = group.gatherer.smaller_world is not None and (
-                    action.smaller or keeps_grads(group)  # the next microbatch has the same parameters
+                    action.smaller or group.reducer.keeps_grads  # the next microbatch has the same parameters
                 )
                 group.reshard(keeps)
                 # What is kept is there before the rest is freed.
@@ -117,13 +111,11 @@ class Executor:
 
     def _wait_reduce(self, action: Action) -> None:
         for index in action.groups:
-            reducer = self.table.groups[index].reducer
-            self._partial[reducer] = reducer.land()
+            self.table.groups[index].reducer.land()
 
     def _all_reduce(self, action: Action) -> None:
         """Issue the all-reduce over copies of what was waited for, where it wasn't issued yet."""
-        reducers = [self.table.groups[index].reducer for index in action.groups]
-        batches.all_reduce({each: self._partial.pop(each) for each in reducers if each in self._partial})
+        batches.all_reduce([self.table.groups[index].reducer for index in action.groups])
 
     def _step(self, action: Action) -> None:
         """Take the steps that are pending: each once, in the order in which their gradients came."""
@@ -131,7 +123,8 @@ class Executor:
             group = self.table.groups[index]
             if self.table.requested(group).steps:
                 split = group.params[0].split
-                group.reducer.unresolved.arrive()
+                group.reducer.gradients.send()
+                group.reducer.gradients.arrive()
                 if split.pages_state and split.offload_streams is not None:
                     self._paging.add(split.offload_streams)
             for step in self.pending_steps.pop(index, ()):
@@ -152,19 +145,20 @@ class Executor:
     def _arrive(self) -> None:
         """The host waits for the gradients that were copied to it, once, and adds them to the shards'."""
         for group in self.table.groups:
-            if group.reducer.unresolved.kept:
-                group.reducer.unresolved.send_kept()
-        awaited = [group for group in self.table.groups if group.reducer.unresolved.arriving]
+            if GradPlace.ON_DEVICE in group.reducer.gradients.at:
+                group.reducer.gradients.send()
+        awaited = [group for group in self.table.groups if GradPlace.ARRIVING in group.reducer.gradients.at]
         for streams in {group.params[0].split.offload_streams for group in awaited}:
             if streams is not None:
                 streams.settle()
         for group in awaited:
-            group.reducer.unresolved.arrive()
+            group.reducer.gradients.arrive()
 
     def land(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for the reductions of groups that are in flight, and give the shards their gradients."""
-        landed = {group.reducer: group.reducer.land() for group in groups}
-        batches.all_reduce({each: self._partial.pop(each, None) or own for each, own in landed.items()})
+        for group in groups:
+            group.reducer.land()
+        batches.all_reduce([group.reducer for group in groups])
         for group in groups:
             group.reducer.finalize()
 
@@ -185,7 +179,7 @@ class Executor:
         if not policy.reduce:
             return Local(accumulating=bit if group.has_grads else 0)
         unused = policy.unused_params and not group.reducer.done
-        return Local(unreduced=bit if group.has_grads or keeps_grads(group) or unused else 0)
+        return Local(unreduced=bit if group.has_grads or group.reducer.keeps_grads or unused else 0)
 
     # ---- do all ranks hold the same model?
 
@@ -227,7 +221,7 @@ class Executor:
         copies of shards except between microbatches, which no step separates."""
         for index, group in enumerate(self.table.groups):
             has_copies = group.gatherer.smaller_world is not None or group.params[0].has_device_copy
-            if has_copies and not keeps_grads(group):
+            if has_copies and not group.reducer.keeps_grads:
                 group.forget_copies()
             if group.stage is not Stage.SHARDED:
                 follow_freezing(group)
@@ -244,7 +238,6 @@ class Executor:
     def drop(self) -> None:
         """Forget a step that an exception ended: steps that are pending, gradients that are not reduced."""
         self.pending_steps.clear()
-        self._partial.clear()
         for group in self.table.groups:
             drop_grads(group)
         self.reshard_unsharded()
@@ -264,7 +257,8 @@ class Executor:
                 self._paging.pop().arrive()
             self.forget_versions()
             for index, group in enumerate(self.table.groups):
-                group.reducer.outlive()
+                if group.reducer.gradients.at:
+                    group.reducer.gradients.outlive()
                 if (
                     index not in self.asked
                 ):  # kept by set_reshard_after_backward(False); shards have gradients

@@ -378,7 +378,7 @@ def reset_step(runtime: Runtime) -> None:
     runtime.rest()
     runtime.executor.land(runtime.groups)
     for group in runtime.groups:
-        group.reducer.forget_waiting()
+        group.reducer.gradients.forget()
 
 
 def _warn_of_late(root: nn.Module, runtime: Runtime) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwright import clock
+from shardwright.engine.groups.gradient_state import mark_of
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.optimizers.guard import stepped
 from shardwright.engine.unit import unit_of, units_in
@@ -25,7 +26,6 @@ from shardwright.observe.memory.report import (
     MemoryReport,
     merged,
 )
-from shardwright.params.unreduced import mark_of
 from shardwright.schedule.schedule import Event, EventKind, event_in_words
 from shardwright.transport.host_memory import allocated_nbytes
 
@@ -83,10 +83,11 @@ def _known(names: dict[ParamGroup, str], device: torch.device) -> list[Amount]:
         tally.add(Category.STATES, name, [param.local for param in group.params])
         for param in group.params:
             tally.add(Category.STATES, name, states.get(id(param.sharded), {}).values())
-            tally.add(Category.GRADIENTS, name, [_real(param.sharded.grad), param.accumulated])
+            tally.add(Category.GRADIENTS, name, [_real(param.sharded.grad)])
         tally.add(Category.GRADIENTS, name, [face.param.grad for face in faces])
-        kept, in_flight = group.reducer.held
-        tally.add(Category.GRADIENTS, name, _tensors_of(kept))
+        gradients = group.reducer.gradients
+        tally.add(Category.GRADIENTS, name, _tensors_of(gradients.at))
+        in_flight = [reduction for reduction, _ in gradients.flying.values()]
         tally.add(Category.TRANSPORT, name, _tensors_of(in_flight))
         if device.type == "cpu":
             coded = sum(face.segment.kept.nbytes for face in faces if face.segment.kept is not None)
