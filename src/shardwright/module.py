@@ -22,7 +22,8 @@ from shardwright.torch_fsdp import RefusingFSDPModule, TorchFSDPModule
 from shardwright.torch_private import STATE_KEY
 
 if TYPE_CHECKING:
-    from shardwright.observe.memory.report import MemoryLog, MemoryReport
+    from shardwright.observe.memory.log import MemoryLog
+    from shardwright.observe.memory.report import MemoryReport
     from shardwright.observe.steps.trace import Trace
 
 
@@ -250,7 +251,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         Returns:
             The report, in bytes on the kind of device that the groups are sharded for; print it.
         """
-        from shardwright.observe.memory.accounts import memory_of  # noqa: PLC0415 drawings too
+        from shardwright.observe.memory.accounts import memory_of  # noqa: PLC0415 asked reports
 
         return memory_of(cast(nn.Module, self))
 
@@ -269,7 +270,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         Raises:
             StageError: it was entered inside a forward or backward.
         """
-        from shardwright.observe.memory.accounts import recorded  # noqa: PLC0415 drawings too
+        from shardwright.observe.memory.log import recorded  # noqa: PLC0415 recorded steps
 
         with recorded(cast(nn.Module, self)) as log:
             yield log

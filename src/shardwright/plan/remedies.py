@@ -16,8 +16,9 @@ from shardwright.engine.step.hooks import methods_run_as_forward
 from shardwright.engine.unit import Unit, unit_of, units_in
 from shardwright.errors import ConfigError, InputError
 from shardwright.module import original_class
+from shardwright.observe.attached import TensorShape
 from shardwright.observe.memory.accounts import group_names
-from shardwright.observe.memory.out_of_memory import Exhausted, TensorShape
+from shardwright.observe.memory.out_of_memory import Exhausted
 from shardwright.observe.memory.report import Category
 from shardwright.plan.cluster import Cluster, DeviceSpec, device
 from shardwright.plan.constants import MEMORY_ERROR

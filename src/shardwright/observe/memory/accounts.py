@@ -4,29 +4,25 @@ Shards, optimizer states, unsharded parameters, gradients and the buffers of col
 tensor. Activations aren't: they are what has been allocated besides, since the forward began.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright import clock
 from shardwright.engine.groups.gradient_state import mark_of
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.optimizers.guard import stepped
 from shardwright.engine.unit import unit_of, units_in
-from shardwright.errors import StageError
 from shardwright.observe.memory.report import (
     NO_GROUP,
     Amount,
     Category,
-    MemoryLog,
     MemoryReport,
     merged,
 )
-from shardwright.schedule.schedule import Event, EventKind, event_in_words
+from shardwright.params.unreduced import mark_of
 from shardwright.transport.host_memory import allocated_nbytes
 
 
@@ -121,7 +117,7 @@ def memory_of(model: nn.Module) -> MemoryReport:
     """What is alive now. No communication. Raises: InputError for a module that isn't sharded."""
     runtime, names = unit_of(model).runtime, group_names(model)
     device = runtime.groups[0].axis.device
-    known, rest = _known_and_rest(names, device)
+    known, rest = known_and_rest(names, device)
     if rest is None:
         return MemoryReport("", merged(known), is_complete=False)
     seen, in_step = runtime.executor.memory.other_nbytes, runtime.executor.memory.in_step
@@ -133,85 +129,12 @@ def memory_of(model: nn.Module) -> MemoryReport:
 def see_other(model: nn.Module) -> None:
     """See what is held besides, as the outermost forward is about to begin."""
     runtime = unit_of(model).runtime
-    known, rest = _known_and_rest(group_names(model), runtime.groups[0].axis.device)
+    known, rest = known_and_rest(group_names(model), runtime.groups[0].axis.device)
     states = [amount.nbytes for amount in known if amount.category is Category.STATES]
     runtime.executor.memory.other_nbytes, runtime.executor.memory.states_nbytes = rest, sum(states)
 
 
-def _known_and_rest(names: dict[ParamGroup, str], device: torch.device) -> tuple[list[Amount], int | None]:
+def known_and_rest(names: dict[ParamGroup, str], device: torch.device) -> tuple[list[Amount], int | None]:
     """What is known tensor by tensor, and the bytes that are allocated besides."""
     known, allocated = _known(names, device), allocated_nbytes(device)
     return known, None if allocated is None else max(0, allocated - sum(amount.nbytes for amount in known))
-
-
-@contextmanager
-def recorded(model: nn.Module) -> Iterator[MemoryLog]:
-    """Take a report before and after the actions of each event; see ``FSDPModule.record_memory``."""
-    runtime = unit_of(model).runtime
-    if runtime.running() is not None:
-        raise StageError("record_memory() was entered inside a forward or backward; enter it between steps")
-    recorder = _StepRecorder(model)
-    watchers = runtime.executor.memory.watchers
-    watchers.append(recorder)
-    try:
-        yield recorder.log
-    finally:
-        watchers.remove(recorder)
-
-
-class _StepRecorder:
-    """Books what was allocated between two events to the group that ran there, and what of it is freed from
-    there first: what is left over was there before, or is nobody's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.log = MemoryLog()
-        self._names = group_names(model)
-        runtime = unit_of(model).runtime
-        self._numbered = [self._names.get(group, group.name) for group in runtime.groups]
-        self._device = runtime.groups[0].axis.device
-        self._accounts: Counter[tuple[Category, str]] = Counter()
-        self._running: list[int] = []
-        self._last: EventKind | None = None
-        self._rest: int | None = None
-        self._began_s = clock.perf_counter()
-
-    def __call__(self, event: Event, group: ParamGroup | None, has_acted: bool) -> None:
-        """An event has come, or its actions are taken."""
-        at_s = clock.perf_counter() - self._began_s
-        known, rest = _known_and_rest(self._names, self._device)
-        if rest is not None and self._rest is not None and not has_acted:
-            self._book(rest - self._rest, self._owner(event))
-        self._rest = rest
-        if has_acted:
-            self._move(event)
-        amounts = [*known, *(Amount(*key, nbytes) for key, nbytes in self._accounts.items())]
-        if rest is not None:
-            other = max(0, rest - sum(self._accounts.values()))
-            amounts.append(Amount(Category.OTHER, NO_GROUP, other))
-        name = "" if group is None else self._names.get(group, group.name)
-        when = f"{'after' if has_acted else 'before'} {event_in_words(event.kind, name)}"
-        self.log.moments.append((at_s, MemoryReport(when, merged(amounts), rest is not None)))
-
-    def _owner(self, event: Event) -> tuple[Category, str]:
-        if self._last is EventKind.FORWARD_END and event.kind is EventKind.BACKWARD_BEGIN:
-            return Category.HEAD, NO_GROUP
-        return Category.ACTIVATIONS, self._numbered[self._running[-1]] if self._running else NO_GROUP
-
-    def _move(self, event: Event) -> None:
-        self._last = event.kind
-        if event.kind in (EventKind.FORWARD_BEGIN, EventKind.RECOMPUTE, EventKind.BACKWARD_BEGIN):
-            self._running.append(event.group)
-        elif event.kind in (EventKind.FORWARD_END, EventKind.BACKWARD_END):
-            self._running = [group for group in self._running if group != event.group]
-        elif event.kind is EventKind.STEP_END:
-            self._running = []
-
-    def _book(self, nbytes: int, owner: tuple[Category, str]) -> None:
-        if nbytes >= 0:
-            self._accounts[owner] += nbytes
-            return
-        others = sorted(self._accounts, key=lambda key: (key[0] is not Category.HEAD, -self._accounts[key]))
-        for key in (owner, *others):
-            freed = min(-nbytes, self._accounts[key])
-            self._accounts[key] -= freed
-            nbytes += freed

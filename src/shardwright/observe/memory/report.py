@@ -1,16 +1,10 @@
-"""What is alive on a rank, by what it is for and by group: at one moment, and over a step."""
+"""What is alive on a rank at one moment, by what it is for and by group."""
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-from shardwright.columns import in_columns
-
-if TYPE_CHECKING:
-    from shardwright.observe.steps.drawing import Drawing
+from typing import NamedTuple
 
 NO_GROUP = "(no group)"
 """Stands for a group where bytes belong to none, or where it isn't known to which one."""
@@ -73,6 +67,8 @@ class MemoryReport:
         return dict(found)
 
     def __str__(self) -> str:
+        from shardwright.columns import in_columns  # noqa: PLC0415 printed reports
+
         cells: Counter[tuple[str, str]] = Counter()
         for amount in self.amounts:
             for row in (amount.group, "all"):
@@ -80,7 +76,7 @@ class MemoryReport:
                     cells[row, column] += amount.nbytes
         columns = [*(each for each, nbytes in self.by_category.items() if nbytes), "all"]
         rows = [*self.by_group, "all"]
-        table = [["MiB", *columns], *([row, *(_mib(cells[row, c]) for c in columns)] for row in rows)]
+        table = [["MiB", *columns], *([row, *(in_mib(cells[row, c]) for c in columns)] for row in rows)]
         lines = in_columns(table, "<>")
         if not self.is_complete:
             lines.append(
@@ -89,49 +85,9 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def _mib(nbytes: int) -> str:
+def in_mib(nbytes: int) -> str:
+    """As a cell of a table has it."""
     return f"{nbytes / 2**20:.1f}" if nbytes else "-"
-
-
-@dataclass
-class MemoryLog:
-    """A step's memory, from ``model.record_memory()``: a report before and after the actions of each event.
-
-    moments: each with its seconds since the recording began. ``print`` shows the moment at which most is
-    held; ``save`` draws them all.
-    """
-
-    moments: list[tuple[float, MemoryReport]] = field(default_factory=list)
-
-    @property
-    def peak(self) -> MemoryReport:
-        """The moment at which most is held; an empty report before the first event."""
-        reports = [report for _, report in self.moments]
-        return max(reports, key=lambda report: report.total_nbytes, default=MemoryReport("", ()))
-
-    def drawing(self, by: str = "category") -> "Drawing":
-        """The bytes over the seconds of the step. by: "category" or "group"."""
-        from shardwright.observe.steps.drawing import Bar, Drawing, Level  # noqa: PLC0415 a drawing
-
-        levels = [Level(at_s, _parts(report, by), report.at) for at_s, report in self.moments]
-        ends = [level.at for level in levels[1:]] + [level.at for level in levels[-1:]]
-        bars = [Bar("events", level.label, level.at, end) for level, end in zip(levels, ends, strict=True)]
-        peak = self.peak
-        title = f"Memory of a step by {by}: {_mib(peak.total_nbytes)} MiB at most, {peak.at}"
-        return Drawing(title, tuple(bars), tuple(levels))
-
-    def save(self, path: str | Path, by: str = "category") -> None:
-        """Write the drawing as ``.html``, ``.png`` or ``.svg``. Raises: InputError as ``Drawing.save``."""
-        self.drawing(by).save(path)
-
-    def __str__(self) -> str:
-        return f"{self.peak.at}, where most is held:\n{self.peak}"
-
-
-def _parts(report: MemoryReport, by: str) -> dict[str, int]:
-    if by == "group":
-        return report.by_group
-    return {str(category): nbytes for category, nbytes in report.by_category.items()}
 
 
 def merged(amounts: Iterable[Amount]) -> tuple[Amount, ...]:
