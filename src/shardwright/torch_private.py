@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from operator import attrgetter
 from types import ModuleType
@@ -193,7 +193,9 @@ with _known():
     from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+    # Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is entered.
     _copies_saved = _reader(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled")
+    copies_what_is_saved: Callable[[], bool] = partial(_copies_saved, torch.autograd.graph)
     peek_transforms: Callable[[], Any] = _functorch.peek_interpreter_stack
     beneath_all_transforms = temporarily_clear_interpreter_stack
 
@@ -351,11 +353,6 @@ def take_over_hooks(before: Tensor, param: Tensor) -> None:
         param._post_accumulate_grad_hooks = (  # pyright: ignore[reportAttributeAccessIssue]
             post_accumulate_grad_hooks_of(before)
         )
-
-
-def copies_what_is_saved() -> bool:
-    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is entered."""
-    return bool(_copies_saved(torch.autograd.graph))
 
 
 def before_numbers(check: Callable[[Any], None]) -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from shardwright.observe.watch import flight_recorder, process_status
-from shardwright.observe.watch.diagnosis import Fault, Findings, diagnose
+from shardwright.observe.watch.diagnosis import diagnose
+from shardwright.observe.watch.findings import Fault, Findings
 from shardwright.observe.watch.flight_recorder import FlightRecorder
 from shardwright.observe.watch.process_status import ProcessStatus
 from shardwright.observe.watch.table import table, tell

@@ -80,7 +80,11 @@ HELD = (
         ("test_late.py", "test_ledger_written.py", "test_ledger.py", "test_lateness.py"),
         ("of_200_random_jobs", "in_95_of_100_windows", "take_turns_besides"),
     ),
-    Held(("observe/watch/diagnosis.py", "observe/watch/table.py"), ORDERS, ("test_diagnosis.py",)),
+    Held(
+        ("observe/watch/diagnosis.py", "observe/watch/findings.py", "observe/watch/table.py"),
+        ORDERS,
+        ("test_diagnosis.py",),
+    ),
     Held(("plan/simulate.py",), ORDERS, ("test_simulate_written.py",)),
     Held(
         ("plan/search.py",),

@@ -10,9 +10,9 @@ from torch.distributed import HashStore
 
 from shardwright.errors import CommError, InputError, MissingExtra, StorageError
 from shardwright.observe.ledger.lateness import Late, history
-from shardwright.observe.watch.diagnosis import (
+from shardwright.observe.watch.diagnosis import FOREIGN_S, diagnose, spans
+from shardwright.observe.watch.findings import (
     ERRORS,
-    FOREIGN_S,
     Answer,
     Diagnosis,
     Fault,
@@ -20,8 +20,6 @@ from shardwright.observe.watch.diagnosis import (
     Launched,
     Note,
     Waits,
-    diagnose,
-    spans,
 )
 from shardwright.observe.watch.status import status
 from shardwright.observe.watch.status_exchange import StatusExchange, answer_of

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from shardwright.observe.watch import flight_recorder
-from shardwright.observe.watch.diagnosis import Answer, Fault, Findings, Launched, Waits, diagnose
+from shardwright.observe.watch.diagnosis import diagnose
+from shardwright.observe.watch.findings import Answer, Fault, Findings, Launched, Waits
 from shardwright.observe.watch.flight_recorder import FlightRecorder, parsed, remembers_all
 from shardwright.policy import WatchPolicy
 

@@ -15,7 +15,8 @@ import pytest
 
 from shardwright.observe.watch import backoff
 from shardwright.observe.watch.backoff import Backoff
-from shardwright.observe.watch.diagnosis import Answer, Fault, Findings, Launched, Note, Waits, diagnose
+from shardwright.observe.watch.diagnosis import diagnose
+from shardwright.observe.watch.findings import Answer, Fault, Findings, Launched, Note, Waits
 from shardwright.observe.watch.flight_recorder import STANDS_S, InFlight
 from shardwright.policy import WatchPolicy
 

@@ -17,7 +17,7 @@ import torch
 from shardwright import WatchPolicy, set_process
 from shardwright.cli import top
 from shardwright.errors import CommError, InputError
-from shardwright.observe.watch.diagnosis import Answer, Findings, Status, Waits
+from shardwright.observe.watch.findings import Answer, Findings, Status, Waits
 from shardwright.observe.watch.lifecycle import keep_watch, store_address
 from shardwright.observe.watch.process_status import frame_of, user_line
 from shardwright.observe.watch.status import status

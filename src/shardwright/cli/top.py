@@ -16,7 +16,8 @@ from shardwright.observe.ledger.ledger import Ledger, booked, summary
 from shardwright.observe.preflight.host import within
 from shardwright.observe.steps.clocks import on_one_clock
 from shardwright.observe.steps.rings import Ring
-from shardwright.observe.watch.diagnosis import Findings, diagnose
+from shardwright.observe.watch.diagnosis import diagnose
+from shardwright.observe.watch.findings import Findings
 from shardwright.observe.watch.status import status
 from shardwright.observe.watch.status_exchange import StatusExchange, find_exchange, store_at
 from shardwright.policy import WatchPolicy

@@ -5,12 +5,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.engine.groups.group import ParamGroup
-from shardwright.engine.step.runtime import Entry, Runtime
+from shardwright.engine.step.runtime import Runtime
 from shardwright.errors import InputError, MisuseError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
@@ -81,22 +80,11 @@ class Unit:
         """The parameters of its groups."""
         return [param for group in self.groups for param in group.params]
 
-    @property
-    def entry(self) -> Entry:
-        """It as the outermost one of a pass."""
-        return Entry(self.name, self._groups_needed)
-
-    def _groups_needed(self) -> list[ParamGroup]:
+    def groups_needed(self) -> list[ParamGroup]:
         """The groups that these modules and those inside them need, each once."""
         units = (unit for module in self.modules for unit in units_in(module))
         owners = (owner for unit in units for owner in unit.owners)
         return list(dict.fromkeys(owner.group for owner in owners if owner.group is not None))
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device that its parameters are unsharded on; None where nested calls have taken them all."""
-        groups = [owner.group for owner in self.owners if owner.group is not None]
-        return groups[0].axis.device if groups else None
 
     @property
     def runtime(self) -> Runtime:

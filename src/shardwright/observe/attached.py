@@ -62,7 +62,15 @@ class LastForward:
         # Put together where they are read: the constructor of a container may look at its leaves, as that of
         # ``PackedSequence`` does.
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-        self._inputs = [_shape_of(leaf) for leaf in leaves], spec
+        self._inputs = (
+            [
+                TensorShape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+                if isinstance(leaf, torch.Tensor)
+                else (leaf if isinstance(leaf, _PLAIN) else type(leaf))
+                for leaf in leaves
+            ],
+            spec,
+        )
         # At the first, second, fourth, eighth forward and so on: to ask a malloc with many free blocks takes
         # it milliseconds.
         runtime = unit_of(module).runtime
@@ -78,12 +86,6 @@ class LastForward:
 
         setattr(error, _EXPLAINED, True)
         error.add_note(explanation(model, self._inputs, self._price))
-
-
-def _shape_of(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return TensorShape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
 
 def _ran_out(error: BaseException | None) -> bool:

@@ -44,7 +44,7 @@ from shardwright.engine.optimizers.guard import (
     show_waiting,
 )
 from shardwright.engine.step.backward import Call, backward_of
-from shardwright.engine.step.runtime import Runtime
+from shardwright.engine.step.runtime import Entry, Runtime
 from shardwright.engine.step.turns import CallingFrame
 from shardwright.engine.unit import Unit, unit_of
 from shardwright.errors import StageError, warn
@@ -199,8 +199,10 @@ class ModuleHooks:
         for owner in owners:
             if owner.deferred is None or call.recomputed:
                 _watch_grads(owner)
-        if runtime.depth == 1 and unit.device is not None and unit.device.type != "cpu":
-            args, kwargs = map_tensors(lambda t: t.to(unit.device, non_blocking=True), (args, kwargs))
+        if runtime.depth == 1:
+            device = next((owner.group.axis.device for owner in owners if owner.group is not None), None)
+            if device is not None and device.type != "cpu":
+                args, kwargs = map_tensors(lambda t: t.to(device, non_blocking=True), (args, kwargs))
         dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
         if dtype is not None:
             args, kwargs = map_tensors(lambda t: cast_floating(t, dtype), (args, kwargs))
@@ -222,7 +224,9 @@ class ModuleHooks:
                 runtime.num_checked = _guard.num_checked
                 _warn_of_late(root, runtime)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
-            runtime.begin(phase, CallingFrame(2).runs, unit.entry)
+            # torch doesn't call ``after`` for a KeyboardInterrupt, so the stack says whether the forward runs.
+            # A ``__call__`` of the swapped class would be a frame more in each call of each sharded module.
+            runtime.begin(phase, CallingFrame(2).runs, Entry(unit.name, unit.groups_needed))
         if unit.now.number != runtime.pass_number:
             self._calls.clear()
             unit.enter_pass(runtime.pass_number)
@@ -254,9 +258,8 @@ class ModuleHooks:
     def _read(self, owner: Unit) -> None:
         """Parameters of a group that was deferred are read."""
         runtime = self.unit.runtime
-        if (
-            runtime.running() and runtime.depth and self.unit.now.number == runtime.pass_number
-        ):  # else that forward was abandoned
+        # Else that forward was abandoned.
+        if runtime.running() and runtime.depth and self.unit.now.number == runtime.pass_number:
             owner.now.users += 1
             runtime.at(EventKind.FORWARD_BEGIN, owner.group)
             _watch_grads(owner)
@@ -270,19 +273,16 @@ class ModuleHooks:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
                 alias = leaf.view_as(leaf)
-                alias.register_hook(self._input_hook(call))
+                alias.register_hook(partial(self._input_arrived, call))
                 leaves[index] = alias
                 call.num_inputs += 1
         return tree_unflatten(leaves, spec) if call.num_inputs else (args, kwargs)
 
-    def _input_hook(self, call: Call) -> Callable[[torch.Tensor], None]:
-        def arrived(grad: torch.Tensor) -> None:
-            if grad.requires_grad:
-                # With create_graph: a backward through this gradient reads the same weights again.
-                grad.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
-            backward_of(self.unit.runtime).input_done(self.unit, call)
-
-        return arrived
+    def _input_arrived(self, call: Call, grad: torch.Tensor) -> None:
+        if grad.requires_grad:
+            # With create_graph: a backward through this gradient reads the same weights again.
+            grad.register_hook(lambda _: backward_of(self.unit.runtime).enter(self.unit, call))
+        backward_of(self.unit.runtime).input_done(self.unit, call)
 
     # ---- after the forward
 

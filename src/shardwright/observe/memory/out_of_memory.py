@@ -1,4 +1,4 @@
-"""An out-of-memory error says what was alive on its rank, and which changes would fit. Loaded by the first."""
+"""An out-of-memory error says what was alive on its rank, and which changes would fit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Exhausted:
 def explanation(model: nn.Module, inputs: Any, price: Callable[[Exhausted], list[str]]) -> str:
     """What was alive as ``model`` ran out of memory, and which changes would have fitted; never raises.
 
-    inputs: of its last forward, taken apart. price: lines about such changes. They are priced here, and not by a
-    call of the user's: the process of a job that has run out of memory ends with its error.
+    inputs: of its last forward, taken apart. price: lines about such changes. They are priced here, not by
+    a call of the user's: the process of a job that has run out of memory ends with its error.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     where = f" in its {process_state.phase}" if process_state.phase else ""

@@ -3,7 +3,7 @@
 import threading
 
 from shardwright import clock
-from shardwright.observe.watch.diagnosis import Diagnosis, Findings
+from shardwright.observe.watch.findings import Diagnosis, Findings
 from shardwright.observe.watch.flight_recorder import InFlight
 from shardwright.transport.launches import Wait
 

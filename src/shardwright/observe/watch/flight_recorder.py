@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright import clock
-from shardwright.observe.watch.diagnosis import Launched
+from shardwright.observe.watch.findings import Launched
 from shardwright.torch_private import flight_records, process_groups
 from shardwright.transport.launches import RING, LaunchLog, process_state
 

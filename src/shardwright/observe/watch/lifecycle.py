@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwright import clock
 from shardwright.engine.listeners import listeners
 from shardwright.errors import InputError
-from shardwright.observe.watch.diagnosis import Note
+from shardwright.observe.watch.findings import Note
 from shardwright.observe.watch.process_status import is_library
 from shardwright.observe.watch.status_exchange import address_of
 from shardwright.observe.watch.watchdog import Watch

@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 
 from shardwright import clock
-from shardwright.observe.watch.diagnosis import Answer, Launched, Status, Waits
+from shardwright.observe.watch.findings import Answer, Launched, Status, Waits
 from shardwright.observe.watch.flight_recorder import FlightRecorder, InFlight
 from shardwright.transport.host_memory import resident_nbytes
 from shardwright.transport.launches import Wait, process_state

@@ -21,7 +21,7 @@ from torch.distributed import DistStoreError
 
 from shardwright import clock
 from shardwright.files import said
-from shardwright.observe.watch.diagnosis import Answer, Fault, Findings, Note
+from shardwright.observe.watch.findings import Answer, Fault, Findings, Note
 from shardwright.observe.watch.status_exchange import (
     SharedDiagnosis,
     StatusExchange,

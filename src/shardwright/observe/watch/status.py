@@ -1,7 +1,8 @@
 """A status exchange in words, for people who ask: what runs, or what is wrong, and the table of all ranks."""
 
 from shardwright.columns import in_words
-from shardwright.observe.watch.diagnosis import Fault, Findings, diagnose
+from shardwright.observe.watch.diagnosis import diagnose
+from shardwright.observe.watch.findings import Fault, Findings
 from shardwright.observe.watch.table import table, tell
 from shardwright.policy import WatchPolicy
 

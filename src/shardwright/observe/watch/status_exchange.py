@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright import clock
 from shardwright.files import said
-from shardwright.observe.watch.diagnosis import (
+from shardwright.observe.watch.findings import (
     Answer,
     Diagnosis,
     Fault,

@@ -1,7 +1,8 @@
 """A diagnosis, and what it was made of, in words for people."""
 
 from shardwright.columns import in_columns
-from shardwright.observe.watch.diagnosis import Diagnosis, Findings, activity, spans
+from shardwright.observe.watch.diagnosis import activity, spans
+from shardwright.observe.watch.findings import Diagnosis, Findings
 
 
 def table(found: Findings) -> str:

@@ -24,17 +24,13 @@ from torch.distributed import DistError
 from shardwright import clock
 from shardwright.errors import printable
 from shardwright.observe.watch.backoff import Backoff
-from shardwright.observe.watch.delivery import Delivery
-from shardwright.observe.watch.diagnosis import ERRORS, Fault, Findings, Note, diagnose
+from shardwright.observe.watch.findings import ERRORS, Diagnosis, Fault, Findings, Note
 from shardwright.observe.watch.process_status import ProcessStatus
 from shardwright.observe.watch.reach import STORE_S, Reach
 from shardwright.observe.watch.requests import Requests
-from shardwright.observe.watch.status import status
 from shardwright.observe.watch.status_exchange import SharedDiagnosis, StatusExchange
-from shardwright.observe.watch.table import tell
 from shardwright.observe.watch.waits import STEPS, OwnWaits, WaitChange
 from shardwright.policy import WatchPolicy
-from shardwright.transport.abort import is_closed
 from shardwright.transport.attempt import Attempt
 from shardwright.transport.jobstore import JobStore, StoreSilent, hasty
 from shardwright.transport.launches import process_state
@@ -83,7 +79,6 @@ class Watch:
         self._own_waits = OwnWaits()
         self._known = _Known()
         self._stop = threading.Event()
-        self._delivery = Delivery(rank, self._status, self._requests, self._stop)
         self._wake = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(joined,), name="shardwright-watch", daemon=True
@@ -156,6 +151,8 @@ class Watch:
             return
         self._answer()
         if self._requests.asked():
+            from shardwright.observe.watch.status import status  # noqa: PLC0415 asked words
+
             print(status(self.call(), self.policy), file=sys.stderr, flush=True)
         shared = self.exchange.published()
         if shared is not None:
@@ -222,15 +219,25 @@ class Watch:
         """Whether a connection to a rank that doesn't answer is closed."""
         for log in process_state.logs:
             if rank in log.ranks:
+                from shardwright.transport.abort import is_closed  # noqa: PLC0415 missing ranks
+
                 place = log.ranks.index(rank)
                 if place in log.ended or any(is_closed(group, place) for group in log.groups[:1]):
                     return True
         return False
 
-    def _judge(self, found: Findings) -> None:
+    def _diagnosed(self, found: Findings) -> tuple[Diagnosis, str]:
+        """What is wrong, and all that is said of it."""
+        from shardwright.observe.watch.diagnosis import diagnose  # noqa: PLC0415 judged ranks
+        from shardwright.observe.watch.table import tell  # noqa: PLC0415 judged ranks
+
         diagnosis = diagnose(found, self.policy)
+        return diagnosis, tell(diagnosis, found)
+
+    def _judge(self, found: Findings) -> None:
+        diagnosis, text = self._diagnosed(found)
         if diagnosis.is_error:
-            shared = SharedDiagnosis(diagnosis.fault, diagnosis.ranks, tell(diagnosis, found))
+            shared = SharedDiagnosis(diagnosis.fault, diagnosis.ranks, text)
             if self.reach.is_silent:
                 self.reach.tell(shared)
             else:
@@ -275,8 +282,8 @@ class Watch:
         own = self._status.answer()
         if self._known.notes:
             found = Findings(self.reach.world, {self.rank: own}, self._known.notes)
-            diagnosis = diagnose(found, self.policy)
-            self._deliver(SharedDiagnosis(diagnosis.fault, diagnosis.ranks, tell(diagnosis, found)))
+            diagnosis, told = self._diagnosed(found)
+            self._deliver(SharedDiagnosis(diagnosis.fault, diagnosis.ranks, told))
             return
         text = (
             f"{Fault.LOST}: the job's store can't be reached, so the process that holds it (rank 0's, or the "
@@ -298,11 +305,14 @@ class Watch:
             )
         process_state.diagnosis = process_state.diagnosis or ERRORS[shared.fault](text)
         self._backoff.heard.set()
-        self._delivery.close_ours()
+        from shardwright.observe.watch.delivery import Delivery  # noqa: PLC0415 found faults
+
+        delivery = Delivery(self.rank, self._status, self._requests, self._stop)
+        delivery.close_ours()
         if not self.is_deaf:
             with suppress(RuntimeError):
                 self.exchange.acknowledge(self.rank)
-        self._delivery.see_it_raised(shared.fault is Fault.STALLED and self.rank in shared.ranks, text)
+        delivery.see_it_raised(shared.fault is Fault.STALLED and self.rank in shared.ranks, text)
         self._stop.set()
 
     def look(self) -> None:
@@ -325,7 +335,8 @@ class Watch:
                 notes = self.exchange.notes()  # after that: who leaves one ends then
                 lost = ended - {note.rank for note in notes} - self.exchange.dismissed(ended)
                 raised = [note for note in notes if note.raised]
-                diagnosis = diagnose(Findings(self.exchange.world, {}, raised, frozenset(lost)), self.policy)
+                found = Findings(self.exchange.world, {}, raised, frozenset(lost))
+                diagnosis, _ = self._diagnosed(found)
                 if not diagnosis.is_error:
                     return
                 text = f"{diagnosis.fault}: {diagnosis.sentence}\n{diagnosis.remedy}"
