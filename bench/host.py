@@ -51,7 +51,8 @@ from bench.toy import add_toy
 from shardwright import clock
 from shardwright.torch_private import all_gather_of, reduce_scatter_of
 from shardwright.transport.device_times import read_device_times
-from shardwright.transport.recorder import CALL, LOOK_S, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import CALL, LOOK_S
 
 WARM_UP_STEPS = 4  # the fourth step, like the first, the second and the eighth, sees what else is in memory
 
@@ -165,7 +166,7 @@ def cost(name: str, case: Case) -> Cost:
         for _ in range(WARM_UP_STEPS):
             step()
         gc.collect()  # an optimizer's step goes through all models that there are
-        recorder.look_s = inf  # looks go by the time that a step takes
+        process_state.recorder.look_s = inf  # looks go by the time that a step takes
         folder = SYSTEMS[name].folder
         seen = count_calls(step, folder, SYSTEMS[name].collectives)
         read_device_times()  # which are written down many at once, of some steps together
@@ -173,8 +174,8 @@ def cost(name: str, case: Case) -> Cost:
             step()
         read_device_times()
         num_groups = len(shardwright.explain(model).groups) if name == "shardwright" else case.num_groups
-        records = len(recorder.steps()[-1][-1]) if name == "shardwright" else 0
-        recorder.look_s = 0.0
+        records = len(process_state.recorder.steps()[-1][-1]) if name == "shardwright" else 0
+        process_state.recorder.look_s = 0.0
     return Cost(case, num_groups, seen.calls[rankzero.EXCHANGE], seen, counted, records)
 
 
@@ -285,10 +286,10 @@ def print_recorder(options: argparse.Namespace) -> None:
     labels = ()
 
     def write() -> None:
-        recorder.write((CALL, labels, options, labels, start, clock.perf_counter(), 0))
+        process_state.recorder.write((CALL, labels, options, labels, start, clock.perf_counter(), 0))
 
     def look() -> None:
-        recorder.look(start)
+        process_state.recorder.look(start)
 
     times = {}
     for what, number in ((write, 50_000), (look, 5_000)):
@@ -300,7 +301,7 @@ def print_recorder(options: argparse.Namespace) -> None:
             times[what] = min(
                 times[what], (clock.perf_counter() - start) / number
             )  # what other work adds is none of it
-            recorder.turn()
+            process_state.recorder.turn()
     groups, step_s, looks = 34, 0.2, int(0.2 / LOOK_S)
     records = groups * found.records / found.num_groups
     shares = (records * times[write] / step_s, looks * times[look] / step_s)

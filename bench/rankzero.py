@@ -22,8 +22,8 @@ from shardwright.transport import mesh
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import AxisChannel
 from shardwright.transport.launches import LaunchLog
+from shardwright.transport.process import process_state
 from shardwright.transport.process_group import ProcessGroupComm
-from shardwright.transport.recorder import recorder
 from shardwright.transport.streams import Streams
 
 EXCHANGE = AxisChannel.exchange.__code__
@@ -68,7 +68,7 @@ class NoEvent:
 class NoHost:
     """The host's transport: the words of all ranks are this rank's own."""
 
-    rank = 0
+    rank = num_channels = 0
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -105,8 +105,8 @@ def rank_zero_of(world: int) -> Iterator[None]:
     """
     alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over
     made = mock.patch.multiple(mesh, _make_comm=_make_comm, new_group=_new_group)
-    untimed = mock.patch.object(recorder, "look_s", inf), mock.patch.object(held_memory, "PAUSE", inf)
-    with alone, made, untimed[0], untimed[1]:
+    no_looks = mock.patch.object(process_state.recorder, "look_s", inf)
+    with alone, made, no_looks, mock.patch.object(held_memory, "PAUSE", inf):
         dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world)
         try:
             yield

@@ -26,7 +26,7 @@ from shardwright.checkpoint import save
 from shardwright.observe.ledger.causes import CHECKPOINT, DATA, GARBAGE, PAGING, QUOTA
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.rings import write
-from shardwright.transport.recorder import record_function
+from shardwright.transport.process import record_function
 
 SIZE = Size(layers=3, width=96, vocab=512, sequence=32, batch=4)
 FILE_NBYTES, OBJECTS = 1 << 26, 50_000

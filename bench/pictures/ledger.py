@@ -19,7 +19,7 @@ from shardwright.observe.steps.clocks import on_one_clock
 from shardwright.observe.steps.drawing import COLOURS
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.rings import load, write
-from shardwright.transport.recorder import recorder
+from shardwright.transport.process import span
 
 WORLD, SLOW, SLOW_S, STEPS, WARM = 3, 1, 0.12, 24, 4
 SIZE = Size(layers=4, width=192, vocab=1024, sequence=64, batch=2)
@@ -36,7 +36,7 @@ def train(folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     rank = torch.distributed.get_rank()
     for step in range(STEPS):
-        with recorder.span("data"):
+        with span("data"):
             batch = tokens(SIZE, rank, step)
             if rank == SLOW and step >= WARM:
                 time.sleep(SLOW_S)  # its disk is slow

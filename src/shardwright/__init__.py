@@ -38,8 +38,7 @@ _NAMES = {
     """,
     "quantize": "quantize_",
     "transport.mesh": "set_transport",
-    "transport.process": "set_process",
-    "transport.recorder": "record_function",
+    "transport.process": "record_function set_process",
     "ops.lockstep": "lockstep",
     "wrapper": "FullyShardedDataParallel",
 }

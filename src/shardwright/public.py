@@ -44,8 +44,7 @@ from shardwright.policy import (
 from shardwright.quantize import quantize_
 from shardwright.quantized import nf4
 from shardwright.transport.mesh import set_transport
-from shardwright.transport.process import set_process
-from shardwright.transport.recorder import record_function
+from shardwright.transport.process import record_function, set_process
 from shardwright.wrapper import FullyShardedDataParallel
 
 __all__ = [

@@ -24,6 +24,7 @@ from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh as meshes
 from shardwright.transport.base import Comm, sum_in_rank_order
 from shardwright.transport.launches import LaunchLog
+from shardwright.transport.process import ProcessState, process_state
 from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.streams import Streams
 from shardwright.transport.two_level import TwoLevelComm
@@ -222,7 +223,7 @@ class Job:
         self.function = function
         self.size = size or cases.setting(kind)[0]
         self.kind, self.rules = kind, rules
-        swapped = [(meshes, "_made"), (hooks, "_root_left_out")]
+        swapped = [(process_state, "__dict__"), (hooks, "_root_left_out")]
         swapped += [(saving, "_staging")]
         swapped += [(nf4, name) for name in _TABLES]
         self.world = World(self.size, seed, swapped)
@@ -268,7 +269,7 @@ class Job:
     @staticmethod
     def _fresh() -> list[Any]:
         tables = [cache(made) for made in _TABLES.values()]
-        return [meshes._Made(None), [], hooks._RootLeftOut(), {}, *tables]
+        return [vars(ProcessState()), [], hooks._RootLeftOut(), {}, *tables]
 
     def _train(self, rank: int, number: int) -> list[torch.Tensor]:
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)

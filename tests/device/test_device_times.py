@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -30,6 +31,10 @@ class Timed(Streams):
         super().__init__(make, current, make_event=lambda: Event(current()))
 
 
+def process_that(write):
+    return SimpleNamespace(recorder=SimpleNamespace(write=write), device_times=WeakSet())
+
+
 class Ran:
     """What ranks wrote of some steps, by rank, with the events that each had made after each step."""
 
@@ -41,7 +46,7 @@ class Ran:
         self.exposed = [0.0, 0.0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device_times, "clock", SimpleNamespace(perf_counter=lambda: self.world.now_s))
-            patch.setattr(device_times, "recorder", SimpleNamespace(write=self.write))
+            patch.setattr(device_times, "process_state", process_that(self.write))
             self.world.run(self.train)
 
     def write(self, record):
@@ -126,7 +131,7 @@ def test_times_of_a_device_that_is_always_behind_its_host_are_right_to_what_lies
             return 1e3 * (other.at - self.at)
 
     monkeypatch.setattr(device_times, "clock", SimpleNamespace(perf_counter=lambda: now_s))
-    monkeypatch.setattr(device_times, "recorder", SimpleNamespace(write=written.append))
+    monkeypatch.setattr(device_times, "process_state", process_that(written.append))
     times = device_times.DeviceTimes(Behind, nullcontext())
     for number in range(200):
         times.end(times.begin(), "all", Launch(number, "", "", 0), [])

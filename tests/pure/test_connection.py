@@ -14,7 +14,8 @@ from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.recorder import DONE, WAIT, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import DONE, WAIT
 
 
 class End:
@@ -207,7 +208,7 @@ def test_how_long_a_message_took_is_on_record_whether_or_not_it_began_late():
         transfer.wait_received()
         later.join()
     end.loop.stop()
-    kept = [each for *_, written in recorder.steps() for each in written if each[1] == log.name]
+    kept = [each for *_, written in process_state.recorder.steps() for each in written if each[1] == log.name]
     (late, late_s), (slow, slow_s) = [each[-2:] for each in kept if each[0] == DONE]
     assert late == slow == (0, 1) and late_s < 0.25 < slow_s
     waits = [each[-2:] for each in kept if each[0] == WAIT]

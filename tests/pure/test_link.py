@@ -3,11 +3,14 @@
 import pytest
 
 from shardwright.transport import link as links
-from shardwright.transport.link import LinkSpeed, free_nbytes, what_pays
+from shardwright.transport.base import LinkSpeed
+from shardwright.transport.link import free_nbytes, what_pays
 
 
 class Ranks:
     """A transport of which only words are exchanged: of each rank its host, and its free bytes a rank."""
+
+    free_nbytes = None
 
     def __init__(self, hosts, others=()):
         self.hosts, self.others = hosts, others

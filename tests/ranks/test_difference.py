@@ -23,7 +23,8 @@ from shardwright.checkpoint import load, save
 from shardwright.engine.groups import table
 from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, MissingExtra
-from shardwright.transport.link import LinkSpeed, _free, _links, free_nbytes, measured
+from shardwright.transport.base import LinkSpeed
+from shardwright.transport.link import free_nbytes, measured
 from tests.ranks.models import NEEDS_ORDER
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.quantised import COLS
@@ -374,9 +375,9 @@ def automatic(rank, world, link, policy=AUTO, free=None):
     training = Training(rank, policy)
     comm = unit_of(training.model.head).group.axis.comm
     if link is not None:
-        _links[comm] = link
+        comm.link = link
     if free is not None:
-        _free[comm] = free
+        comm.free_nbytes = free
     training.step()
     sent = training.sent(training.step)
     found = measured(comm), free_nbytes(comm)

@@ -14,9 +14,9 @@ from torch import nn
 
 from shardwright import fully_shard, set_transport
 from shardwright.engine.unit import unit_of
-from shardwright.transport import abort
 from shardwright.transport.abort import is_closed
-from shardwright.transport.launches import RING, LaunchLog, process_state
+from shardwright.transport.launches import RING, LaunchLog
+from shardwright.transport.process import process_state
 from shardwright.transport.streams import Streams
 from tests.pure.test_streams import Device, FakeStream, flat
 from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
@@ -110,18 +110,18 @@ def test_a_log_of_other_ranks_or_made_later_has_another_name():
 @on_ranks(2)
 def test_looking_whether_a_peer_is_gone_keeps_one_message_and_none_of_a_group_that_is_gone(rank, world):
     group = dist.new_group(range(world), timeout=timedelta(seconds=20))
-    known = len(abort._sent)
+    known = len(process_state.probes)
     if rank == 0:
         assert not any(is_closed(group, 1) for _ in range(300))
-        assert len(abort._sent) == known + 1
-        assert list(abort._sent[group]) == [1]
+        assert len(process_state.probes) == known + 1
+        assert list(process_state.probes[group]) == [1]
     words = [torch.zeros(1) for _ in range(world)]
     dist.all_gather(words, torch.full((1,), float(rank)), group)  # the group is as good as before
     assert torch.cat(words).tolist() == [0.0, 1.0]
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    assert len(abort._sent) == known
+    assert len(process_state.probes) == known
 
 
 @on_ranks(1)

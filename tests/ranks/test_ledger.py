@@ -18,7 +18,7 @@ from shardwright.observe.steps.clocks import on_one_clock
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.watch.lifecycle import late_over_the_run
 from shardwright.train.folder import RunFolder
-from shardwright.transport.recorder import recorder
+from shardwright.transport.process import span
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import run_ranks
 from tests.ranks.top import said_by_top
@@ -51,14 +51,14 @@ def trained(rank, world, transport, causes):
     kept = [[i] for i in range(200_000)]
     for step in range(STEPS):
         slow = step >= WARM
-        with recorder.span("data"):
+        with span("data"):
             tokens = batches(step, world)[rank]
             time.sleep(mine.get("data", 0) * slow)
         loss_of(run.model, tokens).backward()
         collects(mine.get("garbage collection", 0) * slow)
         time.sleep(mine.get("user code", 0) * slow)
         run.step()
-        with recorder.span("save"):
+        with span("save"):
             time.sleep(mine.get("checkpoint", 0) * slow)
     gc.unfreeze()
     assert kept
@@ -109,7 +109,7 @@ def told(rank, world, folder):
     run = Run.of(shard_decoder(build(), fully_shard))
     agreed, step, late = torch.zeros(1), 0, []
     while not agreed.item() and step < 200:
-        with recorder.span("data"):
+        with span("data"):
             tokens = batches(step, world)[rank]
             time.sleep(SLOW_S if rank == 1 else 0.0)
         loss_of(run.model, tokens).backward()

@@ -10,7 +10,7 @@ from shardwright import fully_shard, set_transport
 from shardwright.observe.steps.clocks import offsets
 from shardwright.observe.steps.recording import ring
 from shardwright.schedule.schedule import Schedule
-from shardwright.transport.recorder import recorder
+from shardwright.transport.process import span
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import on_ranks, run_ranks
 
@@ -22,7 +22,7 @@ def trained(rank, world, transport, steps=4, late=-1):
     set_transport(transport)
     run = Run.of(shard_decoder(build(), fully_shard))
     for step in range(steps):
-        with recorder.span("data"):
+        with span("data"):
             tokens = batches(step, world)[rank]
             time.sleep(LATE_S if rank == late and step else 0)
         for part in tokens.chunk(2):

@@ -22,6 +22,7 @@ from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
+from shardwright.transport.process import process_state
 from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder
 from tests.ranks.pool import on_ranks, run_ranks
@@ -143,7 +144,7 @@ def test_torchs_collectives_gather_dtypes_that_gloo_does_not_know(rank, world):
 
 
 def trains_without_sockets(rank, world):
-    mesh._told.clear()  # another test of this process may have been told
+    process_state.told.clear()  # another test of this process may have been told
     warned = []
     mesh.logger.warning = lambda text, *args: warned.append(text % args)
     assert one_rank_cannot(rank, world) == ProcessGroupComm.__name__

@@ -14,7 +14,7 @@ from shardwright.cli import main
 from shardwright.observe.steps import collection
 from shardwright.observe.watch.lifecycle import store_address
 from shardwright.plan.file import Plan, PlannedGroup
-from shardwright.transport.recorder import recorder
+from shardwright.transport.process import span
 from tests import trace_format
 from tests.browser import needs_chromium, opened
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
@@ -27,7 +27,7 @@ PLAN = Plan(2, 2, (PlannedGroup(("blocks",)),), step_s=0.05, exposed_s=0.01)
 def train(rank, world, steps=3, late=1):
     run = Run.of(shard_decoder(build(), fully_shard))
     for step in range(steps):
-        with recorder.span("data", "shuffled"):
+        with span("data", "shuffled"):
             tokens = batches(step, world)[rank]
             time.sleep(LATE_S if rank == late else 0)
         loss_of(run.model, tokens).backward()

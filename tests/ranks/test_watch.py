@@ -24,7 +24,7 @@ from shardwright.observe.watch.lifecycle import store_address
 from shardwright.observe.watch.watchdog import Watch
 from shardwright.transport import liveness
 from shardwright.transport.attempt import this_attempt
-from shardwright.transport.launches import process_state
+from shardwright.transport.process import process_state
 from tests.ranks.faults import CASES, built, compiles_long, step
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.scripts import Outcome, fault, run_scripts

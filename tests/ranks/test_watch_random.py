@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import fully_shard
-from shardwright.transport.launches import process_state
+from shardwright.transport.process import process_state
 from tests.ranks.faults import Layer, bad_batch
 from tests.ranks.scripts import fault, run_scripts
 

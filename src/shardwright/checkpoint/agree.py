@@ -29,8 +29,9 @@ from shardwright.checkpoint.storage import Unpublished
 from shardwright.checkpoint.url import location_of
 from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
-from shardwright.transport.launches import Launch, LaunchLog, process_state
-from shardwright.transport.recorder import LAUNCH, WAIT, recorder
+from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import LAUNCH, WAIT
 
 T = TypeVar("T")
 
@@ -176,7 +177,7 @@ class Ranks:
                     Launch(self._finished, what, process_state.phase, process_state.step),
                     clock.perf_counter(),
                 )
-                recorder.write((LAUNCH, name, *own))
+                process_state.recorder.write((LAUNCH, name, *own))
             done, outcomes = torch.tensor([len(outcome)]), list[Any]()
             with self._log.waiting(Launch(0, what, process_state.phase, process_state.step)):
                 dist.all_reduce(done, dist.ReduceOp.MIN, group=self.cpu_group)
@@ -184,7 +185,9 @@ class Ranks:
                     outcomes = self._tell(json.dumps(outcome[0]).encode())
             if outcomes:
                 if own is not None:
-                    recorder.write((WAIT, name, own[0], threading.get_ident(), own[1], clock.perf_counter()))
+                    process_state.recorder.write(
+                        (WAIT, name, own[0], threading.get_ident(), own[1], clock.perf_counter())
+                    )
                 return outcomes
             pause = min(2 * pause, _POLL_S)
 

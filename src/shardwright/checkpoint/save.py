@@ -32,11 +32,11 @@ from shardwright.checkpoint.url import Location, location_of
 from shardwright.checkpoint.writer import Keep, Writer, keep_of, line_of, saved, whole_number
 from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, warn
-from shardwright.transport.recorder import recorder
+from shardwright.transport.process import span
 from shardwright.transport.streams import wait_for_stream
 
 
-@recorder.span("save")
+@span("save")
 def save(
     path: str | PurePath,
     *,
@@ -84,7 +84,7 @@ def save(
     return asked.run(_snapshot(asked.group.rank, model, optimizer, extra))
 
 
-@recorder.span("save")
+@span("save")
 def async_save(
     path: str | PurePath,
     *,

@@ -30,7 +30,7 @@ from shardwright.train.models import Transformer, flops_of, loss_of
 from shardwright.train.norms import clip
 from shardwright.train.ranks import RankPlace
 from shardwright.transport.mesh import set_transport
-from shardwright.transport.recorder import recorder
+from shardwright.transport.process import span
 
 _WATCHED_STEP = 2
 """From it on the optimizer has its state, and the schedule is planned. Beside a plan later ones are put."""
@@ -160,7 +160,7 @@ class RankEngine(ABC):
     def getting_data(self) -> Iterator[None]:
         """Around what gets a batch ready: its seconds count in ``data_s``."""
         began = clock.perf_counter()
-        with recorder.span("data"):
+        with span("data"):
             yield
         self.data_s += clock.perf_counter() - began
 

@@ -45,7 +45,7 @@ from shardwright.train.report import Screen, beside_prediction, figures, written
 from shardwright.train.resume import batch_of, check_storage, choose, restore, with_saved_batch
 from shardwright.train.trackers import Row, TrackedRun, check_installed, tracking
 from shardwright.transport.host_memory import peak_resident_nbytes, resident_nbytes
-from shardwright.transport.launches import process_state
+from shardwright.transport.process import process_state
 
 Prepare = Callable[[Recipe, TrainingProcess], Job]
 """Makes the job of this process."""

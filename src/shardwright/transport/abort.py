@@ -7,19 +7,17 @@ every wait in that group ends with an error at once, and other groups live on.
 
 import contextlib
 import datetime
-from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
+
+from shardwright.transport.process import process_state
 
 _TAG = 1 << 30
 """Above those of our transports (30 bits): nobody ever sends or receives with it."""
 
 
 _MESSAGE = torch.zeros(1)  # there for as long as it may be sent: as long as the process
-
-# The last message to each peer of a group. Gloo lets go of one before it, which nobody receives.
-_sent: WeakKeyDictionary[ProcessGroup, dict[int, Work]] = WeakKeyDictionary()
 
 
 def close(group: ProcessGroup) -> None:
@@ -45,7 +43,8 @@ def is_closed(group: ProcessGroup, peer: int) -> bool:
     if group.name() == "nccl":
         return False
     try:
-        _sent.setdefault(group, {})[peer] = group.send([_MESSAGE], peer, _TAG + 1)
+        # The last one is held. Gloo lets go of the one before it.
+        process_state.probes.setdefault(group, {})[peer] = group.send([_MESSAGE], peer, _TAG + 1)
     except RuntimeError:
         return True
     return False

@@ -10,11 +10,9 @@ a rank that never comes keeps nobody waiting for longer than it is asked to.
 import os
 import secrets
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import ref
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -28,8 +26,8 @@ from shardwright.torch_private import default_store_is, new_group_of, rendezvous
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.jobstore import job_store
-from shardwright.transport.launches import Launch, LaunchLog, process_state
-from shardwright.transport.process import process_is_ours
+from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.process import process_is_ours, process_state
 from shardwright.transport.welcome import Round, answer, ask, met
 
 _NAME = "shardwright/attempt"
@@ -108,20 +106,12 @@ class Attempt:
         return [rank for rank, process in told.items() if process != _UNKNOWN and liveness.has_ended(process)]
 
 
-_last: tuple[Callable[[], object], Attempt | None] = (lambda: None, None)
-_swapping = threading.Lock()
-
-
 def this_attempt() -> Attempt:
     """The attempt of the default process group; begun at the first call, on a connection of its own."""
-    global _last
-    group = dist.group.WORLD
-    assert group is not None
-    of, attempt = _last
-    if attempt is None or of() is not group:
-        attempt = Attempt(job_store(), dist.get_rank(), dist.get_world_size())
-        _last = (ref(group), attempt)
-    return attempt
+    made = process_state.made_here()
+    if made.attempt is None:
+        made.attempt = Attempt(job_store(), dist.get_rank(), dist.get_world_size())
+    return made.attempt
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> ProcessGroup:
@@ -130,7 +120,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Process
     Raises: CommError where one of them doesn't come within ``timeout``.
     """
     keys = keys_of(ranks, timeout, "to make a process group")
-    with _swapping, default_store_is(keys), host_limits_told():
+    with process_state.swapping, default_store_is(keys), host_limits_told():
         made = new_group_of(ranks, timeout, backend)
     assert isinstance(made, ProcessGroup)
     return made

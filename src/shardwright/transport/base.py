@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -212,6 +212,15 @@ def sums_in_rank_order(
     return [totals[index] for index in range(len(dtypes))]
 
 
+class LinkSpeed(NamedTuple):
+    """Of the slowest rank, the same on all: seconds for a byte over the link, through coder and decoder, and
+    through both where nothing has changed."""
+
+    s: float
+    coded_s: float
+    unchanged_s: float
+
+
 class Comm(Protocol):
     """The collectives of one mesh axis. All ranks of the axis issue the same calls in the same order.
 
@@ -228,6 +237,7 @@ class Comm(Protocol):
         compare nothing between ranks.
     streams: the side streams that it works on, where it moves device memory; else None.
     log: its last launches. halfway: the last all-reduce, where its second half isn't issued yet.
+    num_channels: that have been used on it. link, free_nbytes: see ``link.py``; None until measured.
     """
 
     reads_in_place: bool
@@ -236,6 +246,9 @@ class Comm(Protocol):
     streams: Streams | None
     coded_nbytes: int = 0
     halfway: "AllReduce | None" = None
+    num_channels: int = 0
+    link: LinkSpeed | None = None
+    free_nbytes: int | None = None
     world: int
     rank: int
     sent_nbytes: int

@@ -14,7 +14,6 @@ import operator
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Literal, Protocol
-from weakref import WeakKeyDictionary
 
 from shardwright.errors import CommError, Diverged
 from shardwright.transport.base import Comm
@@ -94,9 +93,6 @@ class Channel(Protocol):
         ...
 
 
-_used: WeakKeyDictionary[Comm, int] = WeakKeyDictionary()  # channels that have been used on each transport
-
-
 class AxisChannel:
     """The ranks of one mesh axis, over the transport that moves its parameters, or the host's beside that.
 
@@ -111,7 +107,7 @@ class AxisChannel:
         """See ``Channel.exchange``."""
         comm = self._comm
         if not self._number:  # all ranks are here for the first time; one of them may have made it earlier
-            self._number = _used[comm] = _used.get(comm, 0) + 1
+            self._number = comm.num_channels = comm.num_channels + 1
         other = f", channel {self._number}" if self._number > 1 else ""
         key = f"agreement on {len(words)} integers{other}"
         return comm.all_reduce_words(words, COMBINE[combine], key)

@@ -15,8 +15,9 @@ from torch.distributed import ProcessGroup
 from shardwright import clock
 from shardwright.transport.base import Comm, Gather, Reduction, Segment
 from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.process import process_state
 from shardwright.transport.process_group import padded
-from shardwright.transport.recorder import DONE, recorder
+from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Streams
 
 
@@ -122,7 +123,9 @@ class _CallersFlight:
     def _end(self) -> None:
         if self._device.type == "cpu":
             all_came = len(self._log.ranks) > 1
-            recorder.write((DONE, self._log.name, self._launch.number, clock.perf_counter(), all_came))
+            process_state.recorder.write(
+                (DONE, self._log.name, self._launch.number, clock.perf_counter(), all_came)
+            )
 
 
 class _CustomGather:

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
-from weakref import WeakSet
 
 from shardwright import clock
 from shardwright.transport.launches import Launch
-from shardwright.transport.recorder import DEVICE, STALL, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import DEVICE, STALL
 
 MOST = 4096
 """Marks that wait to be read. Where more come (a device hangs) they are left out."""
@@ -45,7 +45,7 @@ class DeviceTimes:
         self._origin: tuple[Any, float] | None = None  # an event that others are told from, and its time
         self._unpassed_s, self._known = -inf, False
         self._reading = threading.Lock()
-        _all.add(self)
+        process_state.device_times.add(self)
 
     def begin(self) -> tuple[Any, float] | None:
         """A collective is launched next, on the stream that is current; for ``end``."""
@@ -106,7 +106,7 @@ class DeviceTimes:
                     self._origin = base, base_s + shift_s
                 self._free.append(ended)
                 times = (end_s,) if begun is None else (start_s, end_s)
-                recorder.write((kind, name, number, *times))
+                process_state.recorder.write((kind, name, number, *times))
                 if kind == STALL:  # until the collective that it waited for had ended
                     self.exposed_s += max(0.0, self._ends_s.pop((name, number), end_s) - end_s)
                     continue
@@ -115,10 +115,7 @@ class DeviceTimes:
                     del self._ends_s[next(iter(self._ends_s))]
 
 
-_all: "WeakSet[DeviceTimes]" = WeakSet()
-
-
 def read_device_times() -> None:
     """Write down all that has passed by now on any device of this process."""
-    for times in tuple(_all):
+    for times in tuple(process_state.device_times):
         times.read()

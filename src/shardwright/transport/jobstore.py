@@ -14,7 +14,6 @@ from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from weakref import ref
 
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError
@@ -22,11 +21,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright import clock
 from shardwright.torch_private import default_store
-from shardwright.transport.launches import Launch, LaunchLog, Wait, process_state
+from shardwright.transport.launches import Launch, LaunchLog, Wait
+from shardwright.transport.process import process_state
 
 _POLL_S = 0.02  # between two looks at a key that isn't there yet
 _LOOK_S = 0.05  # how often who waits looks what the watch has found
-_haste = threading.local()
 
 
 class StoreSilent(DistNetworkError):
@@ -36,12 +35,12 @@ class StoreSilent(DistNetworkError):
 @contextmanager
 def hasty(seconds: float) -> Generator[None]:
     """In this block this thread waits so long for the job's store, and no longer: then ``StoreSilent``."""
-    before = getattr(_haste, "seconds", None)
-    _haste.seconds = seconds
+    before = getattr(process_state.haste, "seconds", None)
+    process_state.haste.seconds = seconds
     try:
         yield
     finally:
-        _haste.seconds = before
+        process_state.haste.seconds = before
 
 
 class _Line:
@@ -106,7 +105,7 @@ class JobStore(Store):
 
         future: Future[Any] = Future()
         self._line.asked.put((future, call))
-        seconds = getattr(_haste, "seconds", None)
+        seconds = getattr(process_state.haste, "seconds", None)
         try:
             return future.result(_LOOK_S if seconds is None else seconds)
         except TooLate:
@@ -189,24 +188,10 @@ def bottom_of(store: Store) -> Store:
     return store
 
 
-_last: tuple[Any, JobStore | None] = (lambda: None, None)
-_making = threading.Lock()
-
-
 def job_store() -> JobStore:
     """The store of the default process group, as all of this process ask it."""
-    global _last
-    group = dist.group.WORLD
-    assert group is not None
-    with _making:
-        if _last[0]() is not group or _last[1] is None:
-            end_job_store()
-            _last = (ref(group), JobStore(_Line(default_store())))
-        assert _last[1] is not None
-        return _last[1]
-
-
-def end_job_store() -> None:
-    """Its process group is destroyed: end the thread. What holds the store still, of C++, finds it closed."""
-    if _last[1] is not None:
-        _last[1].close()
+    with process_state.making:
+        made = process_state.made_here()
+        if made.store is None:
+            made.store = JobStore(_Line(default_store()))
+        return made.store

@@ -7,7 +7,7 @@ also leaves its diagnosis there: whoever waits or launches next raises it.
 """
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 
 from shardwright import clock
 from shardwright.errors import CheckpointError, CommError
-from shardwright.transport.recorder import LAUNCH, WAIT, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import LAUNCH, WAIT
 
 RING = 64
 """Launches of a transport that are remembered: more than any schedule has between two waits."""
@@ -39,64 +40,6 @@ class Wait(NamedTuple):
     since_s: float
 
 
-class ProcessState:
-    """This process as its transports and its watch see it.
-
-    phase, step: what the runtime runs now ("" between phases), and the number of its forward.
-    thread: the one that trains. waits: by thread id.
-    progress: what the training loop says of how far it is, for people; "" where none says anything.
-    moved_s: when a phase last began or ended. caught: the last exception that went through a forward, and
-        that forward's number.
-    diagnosis: what the watch found to be wrong for good; every wait and launch raises it from then on.
-    explain, look: set by the watch. The error to raise in place of one that a transport met; and a look,
-        now, whether there is a diagnosis.
-    """
-
-    def __init__(self) -> None:
-        self.phase = ""
-        self.step = 0
-        self.progress = ""
-        self.waits: dict[int, Wait] = {}
-        self._logs: list[ref[LaunchLog]] = []
-        self.moved_s = clock.monotonic()
-        self.caught = ("", 0)
-        self.diagnosis: Exception | None = None
-        self.delivered = False
-        self.explain: Callable[[Exception], Exception] | None = None
-        self.look: Callable[[], None] | None = None
-        self.thread = threading.get_ident()
-
-    @property
-    def logs(self) -> list["LaunchLog"]:
-        """Of all transports that are alive; any thread may ask."""
-        return [log for made in tuple(self._logs) if (log := made()) is not None]
-
-    def add(self, log: "LaunchLog") -> None:
-        """Remember a transport's log for as long as the transport lives."""
-        self._logs = [made for made in self._logs if made() is not None] + [ref(log)]
-
-    def enter(self, phase: str, step: int) -> None:
-        """The runtime begins a phase, or goes back to the one around it ("": none)."""
-        self.phase, self.step, self.moved_s = phase, step, clock.monotonic()
-        if phase != "backward":  # its hooks may run in threads of autograd's
-            self.thread = threading.get_ident()
-
-    def failed(self, error: BaseException | None) -> None:
-        """An exception went through a whole forward; the caller may go on without it."""
-        self.caught = f"{type(error).__name__}: {error}"[:200], self.step
-
-    def raise_diagnosis(self) -> None:
-        """Raise what the watch has found, if it has found anything."""
-        if self.diagnosis is not None:
-            self.delivered = True
-            raise self.diagnosis
-
-
-process_state = ProcessState()
-
-_made: Counter[tuple[tuple[int, ...], str]] = Counter()
-
-
 class LaunchLog:
     """The launches of one transport.
 
@@ -114,8 +57,8 @@ class LaunchLog:
         self._groups: list[ref[ProcessGroup]] = []
         # Ranks make the transports of one set of ranks in one order, so counting gives each the same name on
         # all.
-        _made[self.ranks, kind] += 1
-        self.name = f"{kind}{_made[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
+        process_state.num_logs[self.ranks, kind] += 1
+        self.name = f"{kind}{process_state.num_logs[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
         self.ring: deque[Launch] = deque(maxlen=RING)
         self.operations = 0
         self._of_caller: LaunchLog | None = None
@@ -156,7 +99,7 @@ class LaunchLog:
             raise CommError(self.broken)
         launch = Launch(self.launched + 1, key, process_state.phase, process_state.step)
         self.ring.append(launch)
-        recorder.write((LAUNCH, self.name, launch, clock.perf_counter()))
+        process_state.recorder.write((LAUNCH, self.name, launch, clock.perf_counter()))
         return launch
 
     def beginning(self, rank: int, on_break: Callable[[str], None] | None = None) -> "_Beginning":
@@ -226,13 +169,13 @@ class _Waiting:
 
     def __enter__(self) -> "_Waiting":
         process_state.waits[self._thread] = self._wait
-        self._start = clock.perf_counter()
+        self._start, recorder = clock.perf_counter(), process_state.recorder
         if self._start > recorder.look_s and self._thread == process_state.thread:
             recorder.look(self._start)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        wait = self._wait
+        wait, recorder = self._wait, process_state.recorder
         if (end := clock.perf_counter()) > recorder.look_s and self._thread == process_state.thread:
             recorder.look(end)
         link_s = end - self._since if self._link else 0.0

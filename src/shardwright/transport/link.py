@@ -6,14 +6,12 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
 from shardwright import clock
 from shardwright.schedule.layout import equal_spans
-from shardwright.transport.base import Comm, Kept, Segment, Sends
+from shardwright.transport.base import Comm, Kept, LinkSpeed, Segment, Sends
 from shardwright.transport.liveness import boot_id
 
 _PART_NBYTES = (256 << 10, 1 << 20, 4 << 20)  # by turns, until one takes long enough to be measured
@@ -26,37 +24,24 @@ _SAVED_CODED, _SAVED_GRADIENTS = 0.85, 0.3  # bytes of bf16 that coding saves (d
 _MARGIN_CODED, _MARGIN_UNCHANGED = 3.0, 2.0
 
 
-class LinkSpeed(NamedTuple):
-    """Of the slowest rank, the same on all: seconds for a byte over the link, through coder and decoder, and
-    through both where nothing has changed."""
-
-    s: float
-    coded_s: float
-    unchanged_s: float
-
-
-_links: "WeakKeyDictionary[Comm, LinkSpeed]" = WeakKeyDictionary()
-_free: "WeakKeyDictionary[Comm, int]" = WeakKeyDictionary()
-
-
 def measured(comm: Comm) -> LinkSpeed:
     """The link between the ranks of ``comm``, which has a network: measured once, in at most half a second at
     100 Mbit/s. Every rank calls it."""
-    if comm not in _links:
-        _links[comm] = _measure(comm)
-    return _links[comm]
+    if comm.link is None:
+        comm.link = _measure(comm)
+    return comm.link
 
 
 def free_nbytes(comm: Comm) -> int:
     """Bytes of free host memory for each rank of a host, on the host of ``comm`` that has least: the same on
     all ranks, read once. Every rank calls it."""
-    if comm not in _free:
+    if comm.free_nbytes is None:
         host = zlib.crc32((boot_id() or platform.node()).encode())
         hosts = [row[0] for row in comm.exchange([host], "ranks of each host")]
         # Other axes may have ranks here, too, which the launcher knows of.
         ranks = max(hosts.count(host), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        _free[comm] = -_largest(comm, [-(host_free_nbytes() // ranks)])[0]
-    return _free[comm]
+        comm.free_nbytes = -_largest(comm, [-(host_free_nbytes() // ranks)])[0]
+    return comm.free_nbytes
 
 
 def _measure(comm: Comm) -> LinkSpeed:

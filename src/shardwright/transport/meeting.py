@@ -17,7 +17,8 @@ from torch.distributed.distributed_c10d import Store
 
 from shardwright import clock
 from shardwright.errors import CommError, printable
-from shardwright.transport.launches import Launch, LaunchLog, process_state
+from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.process import process_state
 
 _POLL_S = 0.05
 _NO_REASON = " "

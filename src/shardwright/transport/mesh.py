@@ -26,6 +26,7 @@ from shardwright.transport.base import Comm
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.launches import LaunchLog
 from shardwright.transport.meeting import Meeting
+from shardwright.transport.process import process_state
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +107,6 @@ _COSTS = "they sum in another order, so bits may differ, and send up to twice th
 
 _GLOO_REMOVED = f"Gloo's own messages were removed: take 'sockets', or 'collectives' for torch's ({_COSTS})"
 
-_transport = Transport.AUTO
-_told: set[str] = set()
-
 
 def set_transport(transport: Transport | str) -> None:
     """Choose the transport for meshes that are used for sharding from now on; the same on all ranks. Local.
@@ -122,46 +120,20 @@ def set_transport(transport: Transport | str) -> None:
     Warns:
         UserWarning: a transport over all ranks exists already; what is sharded over them keeps it.
     """
-    global _transport
     try:
-        before, _transport = _transport, Transport(transport)
+        before, process_state.transport = process_state.transport, Transport(transport)
     except ValueError:
         choices = ", ".join(repr(str(choice)) for choice in Transport)
         removed = f"; {_GLOO_REMOVED}" if transport == "gloo" else ""
         raise InputError(f"transport must be one of {choices}, got {transport!r}{removed}") from None
     # Of other groups of ranks, as a mesh that is made from now on has them, there may be more to come.
-    if before is not _transport and dist.is_initialized() and (dist.group.WORLD, "cpu") in _made_here().comms:
+    made = process_state.made_here().comms if dist.is_initialized() else ()
+    if before != transport and (dist.group.WORLD, "cpu") in made:
         warn(
-            f"set_transport({str(_transport)!r}) has no effect on what is sharded over all ranks: the first "
+            f"set_transport({str(transport)!r}) has no effect on what is sharded over all ranks: the first "
             f"fully_shard has made their transport (by {str(before)!r}), and later ones share it; call "
             "set_transport before the first fully_shard",
         )
-
-
-class _Made:
-    """What was made for one default process group, and goes with it: descriptors, threads, address space.
-
-    comms: one transport per axis and device type, however many modules are sharded over it. Keyed by the
-        axis' own group (a DeviceMesh compares equal to that of an earlier, destroyed world).
-    """
-
-    def __init__(self, world: ProcessGroup | None) -> None:
-        self.world = world
-        self.comms: dict[tuple[ProcessGroup, str], Comm] = {}
-        self.smaller: dict[tuple[ProcessGroup, int], Comm] = {}
-        self.mesh: DeviceMesh | None = None
-        self.joined: dict[tuple[ProcessGroup, ProcessGroup], Axis] = {}
-
-
-_made = _Made(None)
-
-
-def _made_here() -> _Made:
-    """What was made for the default process group that is there now; what was made for another is let go."""
-    global _made
-    if _made.world is not dist.group.WORLD:
-        _made = _Made(dist.group.WORLD)
-    return _made
 
 
 def resolve(
@@ -223,7 +195,7 @@ def _axis_over_all(mesh: DeviceMesh) -> Axis:
     Raises: UnsupportedTorch where this torch can't make a process group in that order.
     """
     kind, groups = mesh.device_type, (mesh.get_group(0), mesh.get_group(1))
-    made = _made_here().joined
+    made = process_state.made_here().joined
     if groups not in made:
         ranks = [rank for place in zip(*mesh.mesh.tolist(), strict=True) for rank in place]
         check_order(ranks)
@@ -263,7 +235,7 @@ def smaller_world(axis: Axis, size: int) -> Comm:
     """Collectives among ``size`` neighbours on the sharded axis. Every rank of the axis calls it."""
     ranks = dist.get_process_group_ranks(axis.group)
     start = axis.rank // size * size
-    made, key = _made_here().smaller, (axis.group, size)
+    made, key = process_state.made_here().smaller, (axis.group, size)
     if key not in made:
         made[key] = _make_comm(ranks[start : start + size], axis.mesh.device_type, axis.group)
     return made[key]
@@ -277,7 +249,7 @@ def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
     """
     group = group or dist.group.WORLD
     assert group is not None
-    made, key = _made_here().comms, (group, device_type)
+    made, key = process_state.made_here().comms, (group, device_type)
     if key not in made:
         host = None if device_type == "cpu" else comm_of(group, "cpu")
         made[key] = _make_comm(dist.get_process_group_ranks(group), device_type, group, host)
@@ -304,7 +276,7 @@ def default_mesh(shards: int | None = None) -> DeviceMesh:
                 dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
         else:
             join_job(backend, TIMEOUT)
-    made = _made_here()
+    made = process_state.made_here()
     if made.mesh is None:
         made.mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
     world = made.mesh.size()
@@ -348,10 +320,10 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
         return group
 
     refused = []
-    if device_type == "cpu" and _transport is not Transport.COLLECTIVES:
+    if device_type == "cpu" and process_state.transport != Transport.COLLECTIVES:
         place, what = ranks.index(dist.get_rank()), "to make a transport"
         meeting = Meeting(keys_of(ranks, timeout, what), log, place, timeout)
-        if _transport is Transport.AUTO:
+        if process_state.transport == Transport.AUTO:
             from shardwright.transport.cpu.shm import ShmComm, open_arena  # noqa: PLC0415 shared memory
 
             arena = open_arena(meeting)
@@ -378,8 +350,8 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
 
 def _tell_of_fall(to: str, refused: list[str], ranks: list[int]) -> None:
     """Say, once in a process, over what its ranks talk that share no better way, and why."""
-    if refused and len(ranks) > 1 and dist.get_rank() == ranks[0] and to not in _told:
-        _told.add(to)
+    if refused and len(ranks) > 1 and dist.get_rank() == ranks[0] and to not in process_state.told:
+        process_state.told.add(to)
         costs = "" if to == "TCP sockets" else f"; {_COSTS}"
         logger.warning("ranks talk over %s: %s%s", to, ", ".join(refused), costs)
 

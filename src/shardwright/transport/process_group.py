@@ -37,7 +37,8 @@ from shardwright.transport.abort import close
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.collect import collect
 from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.recorder import DONE, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Due, Streams
 
 
@@ -223,7 +224,7 @@ class _Flight:
                 work.wait()
         if self.comm.exposed_s is not None:
             self.comm.exposed_s += clock.perf_counter() - start
-            recorder.write(
+            process_state.recorder.write(
                 (DONE, self.comm.log.name, self.launch.number, clock.perf_counter(), bool(self.works))
             )
 

@@ -1,8 +1,8 @@
 """The recorder: what this process did in its last steps, and when. Written always, read when somebody looks.
 
 One ring per process, of plain tuples, filled where things happen: the runtime's calls and their actions, the
-launches, waits and ends of collectives, and what else the training thread is known to do (``span``). All
-times are seconds of one clock of this host (``clock.perf_counter``). ``observe/steps/recording.py`` makes
+launches, waits and ends of collectives, and what else the training thread is known to do (``process.span``).
+All times are seconds of one clock of this host (``clock.perf_counter``). ``observe/steps/recording.py`` makes
 records of them that people and pages read (``Record.link`` is what the last two of WAIT and DONE say, where
 they have them); nothing else reads these tuples:
 
@@ -23,8 +23,7 @@ A record costs below a microsecond (``bench/host.py``), and keeps nothing alive 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from math import inf
 from typing import Any, NamedTuple
 
@@ -103,20 +102,6 @@ class Recorder:
         """Number and begin of each step that is remembered, with what was written since: copies."""
         return [(number, at, list(written)) for number, at, written in tuple(self._steps) if number]
 
-    # ---- what the training thread does besides the model
-
-    @contextmanager
-    def span(self, what: str, note: str = "") -> Iterator[None]:
-        """The block is ``what``: "data", "save", ... note: more of it, for people."""
-        if (start := clock.perf_counter()) > self.look_s:
-            self.look(start)
-        try:
-            yield
-        finally:
-            if (end := clock.perf_counter()) > self.look_s:
-                self.look(end)
-            self.write((SPAN, what, note, start, end))
-
     def begin_optimizer(self, *_: Any) -> None:
         """Before the step of an optimizer."""
         self._began_s = clock.perf_counter()
@@ -147,25 +132,3 @@ class Recorder:
             self._collecting_s = clock.perf_counter()
         elif (now := clock.perf_counter()) - self._collecting_s > _COLLECTION_S:
             self.write((SPAN, "gc", "", self._collecting_s, now))
-
-
-recorder = Recorder()
-
-
-def record_function(name: str) -> AbstractContextManager[None]:
-    """Name a block of the training loop in traces and in the ledger of lost time, as torch's profiler does.
-
-    Use it on this rank's training thread, outside of forward and backward. It costs a microsecond, and no
-    rank needs to call it. The ledger of lost time knows "data" as one of its causes.
-
-    Args:
-        name: the name of the block.
-
-    Returns:
-        A context manager around the block.
-
-    Examples:
-        >>> with shardwright.record_function("data"):
-        ...     batch = torch.ones(2, 8)
-    """
-    return recorder.span(name)

@@ -35,8 +35,8 @@ from shardwright.schedule.sync import (
 )
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import AxisChannel, Channel, JointChannel, broadcast
-from shardwright.transport.launches import process_state
 from shardwright.transport.mesh import Axis
+from shardwright.transport.process import process_state
 
 _WORD_BITS = 62
 _OURS = ("shardwright", "torch", "threading", "contextlib", "functools")

@@ -12,7 +12,8 @@ from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.listeners import listeners
 from shardwright.schedule.schedule import Event, event_in_words
 from shardwright.transport.host_memory import Budget, allocated_nbytes, stated_budget
-from shardwright.transport.recorder import HELD, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import HELD
 
 PAUSE = 500
 """Of an ask of the allocator: 0.2% of the time of a step."""
@@ -49,7 +50,9 @@ class Memory:
         whole_nbytes = allocated_nbytes(device)
         self.sample_s = inf
         if whole_nbytes is not None:
-            recorder.write((HELD, start, whole_nbytes, self.states_nbytes, self.other_nbytes or 0))
+            process_state.recorder.write(
+                (HELD, start, whole_nbytes, self.states_nbytes, self.other_nbytes or 0)
+            )
             self.sample_s = start + PAUSE * (clock.perf_counter() - start)
 
     def touch(self, nbytes: int) -> None:

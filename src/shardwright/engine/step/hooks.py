@@ -62,8 +62,7 @@ from shardwright.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from shardwright.transport.process import process_is_ours
-from shardwright.transport.recorder import recorder
+from shardwright.transport.process import process_is_ours, process_state
 
 
 def _watch_grads(owner: Unit) -> None:
@@ -224,7 +223,7 @@ class ModuleHooks:
                 runtime.num_checked = _guard.num_checked
                 _warn_of_late(root, runtime)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
-            # torch doesn't call ``after`` for a KeyboardInterrupt, so the stack says whether the forward runs.
+            # torch doesn't call ``after`` for a KeyboardInterrupt: the stack says whether the forward runs.
             # A ``__call__`` of the swapped class would be a frame more in each call of each sharded module.
             runtime.begin(phase, CallingFrame(2).runs, Entry(unit.name, unit.groups_needed))
         if unit.now.number != runtime.pass_number:
@@ -418,13 +417,13 @@ def guard_optimizers() -> None:
         register_optimizer_kernels()
         listeners.failed.append(name_remedy)
         _guard.handle = register_optimizer_step_pre_hook(_guard)
-        register_optimizer_step_pre_hook(recorder.begin_optimizer)
+        register_optimizer_step_pre_hook(process_state.recorder.begin_optimizer)
         register_optimizer_step_post_hook(show_grads)
         register_optimizer_step_post_hook(show_waiting)
         register_optimizer_step_post_hook(page_out)
-        register_optimizer_step_post_hook(recorder.end_optimizer)
+        register_optimizer_step_post_hook(process_state.recorder.end_optimizer)
         if process_is_ours():
-            gc.callbacks.append(recorder.collected)
+            gc.callbacks.append(process_state.recorder.collected)
 
 
 _guard = OptimizerGuard()

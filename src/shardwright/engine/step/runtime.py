@@ -27,8 +27,8 @@ from shardwright.schedule.follower import Follower, Mode
 from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind, GroupSpec, Phase, Schedule
 from shardwright.schedule.sync import Step
 from shardwright.transport.base import Comm
-from shardwright.transport.launches import process_state
-from shardwright.transport.recorder import ACTION, CALL, PHASE, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import ACTION, CALL, PHASE
 
 unsettled: "WeakSet[Runtime]" = WeakSet()
 """Models whose last backward has not ended on all ranks: their gradients may not be stepped with."""
@@ -207,13 +207,13 @@ class Runtime:
         listeners.need(f"this {phase}", *used, groups=self.groups)
         for tell in () if self._runs else tuple(self.table.around):
             tell(phase)
-        if (start := clock.perf_counter()) > recorder.look_s:
-            recorder.look(start)
+        if (start := clock.perf_counter()) > process_state.recorder.look_s:
+            process_state.recorder.look(start)
         with self._turn:
             self.pass_number += phase is not Phase.BACKWARD
             nested = bool(self._runs)
             if phase is Phase.FORWARD and not nested:
-                recorder.turn()
+                process_state.recorder.turn()
             if not nested and phase is not Phase.BACKWARD:
                 self._start_afresh()
                 self.executor.memory.in_step = True
@@ -241,7 +241,9 @@ class Runtime:
                 raise
             if phase is not Phase.BACKWARD and not held:
                 unsettled.discard(self)
-            recorder.write((PHASE, self.table.labels, phase, True, nested, start, clock.perf_counter()))
+            process_state.recorder.write(
+                (PHASE, self.table.labels, phase, True, nested, start, clock.perf_counter())
+            )
 
     def at(self, kind: EventKind, group: ParamGroup | None = None, holds: bool = False) -> None:
         """Take the actions of an event. After a begin event the group is unsharded, whatever was planned.
@@ -250,8 +252,8 @@ class Runtime:
         Raises: StageError for an event from inside of an action: a hook that runs in one runs the model.
         """
         event, follower, start = self.table.events[kind, group], self._follower, clock.perf_counter()
-        if start > recorder.look_s:
-            recorder.look(start)
+        if start > process_state.recorder.look_s:
+            process_state.recorder.look(start)
         with self._turn:
             self._turn.inside = kind
             if follower is None or not follower.cursors:
@@ -279,7 +281,7 @@ class Runtime:
             elif kind in BEGINS:
                 self.groups[event.group].show_unsharded()
             if len(step.taken) == 1:
-                recorder.write(
+                process_state.recorder.write(
                     (
                         CALL,
                         self.table.labels,
@@ -303,8 +305,8 @@ class Runtime:
         with self._turn:
             run = self._runs.pop()
             self._say_where()
-            if (start := clock.perf_counter()) > recorder.look_s:
-                recorder.look(start)
+            if (start := clock.perf_counter()) > process_state.recorder.look_s:
+                process_state.recorder.look(start)
             if failed:
                 process_state.failed(sys.exc_info()[1])
             follower = self._ready_follower()
@@ -321,8 +323,8 @@ class Runtime:
             elif not run.nested:
                 self._write_down(step, start)
                 if run.phase is Phase.BACKWARD and self.step.is_last_backward:
-                    recorder.end_backward()
-            recorder.write(
+                    process_state.recorder.end_backward()
+            process_state.recorder.write(
                 (
                     PHASE,
                     self.table.labels,
@@ -388,14 +390,14 @@ class Runtime:
                 for action in step.actions:
                     do[action.kind](action)
                     end = clock.perf_counter()
-                    recorder.write((ACTION, labels, action, start, end))
+                    process_state.recorder.write((ACTION, labels, action, start, end))
                     start = end
                 if step.sync is None:
                     return step
                 assert self._follower is not None
                 step = self._follower.resume(self._consensus.exchange(step.sync))
                 end = clock.perf_counter()
-                recorder.write((ACTION, labels, None, start, end))
+                process_state.recorder.write((ACTION, labels, None, start, end))
                 start = end
         except BaseException:
             self._break_off()
@@ -433,7 +435,9 @@ class Runtime:
         held_nbytes, taken = self.executor.memory.now_nbytes, step.taken
         for entry in taken:
             end = clock.perf_counter() if entry is taken[-1] else start
-            recorder.write((CALL, self.table.labels, entry.event, entry.actions, start, end, held_nbytes))
+            process_state.recorder.write(
+                (CALL, self.table.labels, entry.event, entry.actions, start, end, held_nbytes)
+            )
 
     def _say_where(self) -> None:
         """Say which phase is running, to the launch log too."""

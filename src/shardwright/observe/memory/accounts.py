@@ -22,7 +22,6 @@ from shardwright.observe.memory.report import (
     MemoryReport,
     merged,
 )
-from shardwright.params.unreduced import mark_of
 from shardwright.transport.host_memory import allocated_nbytes
 
 

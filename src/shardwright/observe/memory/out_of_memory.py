@@ -12,7 +12,7 @@ from shardwright.engine.unit import unit_of
 from shardwright.observe.memory.accounts import memory_of
 from shardwright.observe.memory.report import MemoryReport
 from shardwright.torch_private import tree_unflatten
-from shardwright.transport.launches import process_state
+from shardwright.transport.process import process_state
 
 
 @dataclass(frozen=True)

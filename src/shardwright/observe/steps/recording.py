@@ -15,7 +15,8 @@ from shardwright import clock
 from shardwright.observe.steps.rings import CoreUse, Record, RecordedStep, Ring
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase
 from shardwright.transport.device_times import read_device_times
-from shardwright.transport.launches import Launch, process_state
+from shardwright.transport.launches import Launch
+from shardwright.transport.process import process_state
 from shardwright.transport.recorder import (
     ACTION,
     CALL,
@@ -31,7 +32,6 @@ from shardwright.transport.recorder import (
     USE,
     WAIT,
     Label,
-    recorder,
 )
 from shardwright.transport.thread_use import ThreadUse
 
@@ -45,7 +45,7 @@ _LONG_S = 1e-3
 def ring(last: int = STEPS) -> Ring:
     """The last steps of this process, the running one among them. Any thread may ask."""
     read_device_times()
-    kept, ended_s = recorder.steps(), recorder.ended_s
+    kept, ended_s = process_state.recorder.steps(), process_state.recorder.ended_s
     starts = [(number, at) for number, at, _ in kept]
     if ended_s is not None:
         starts.append((starts[-1][0] + 1, ended_s))

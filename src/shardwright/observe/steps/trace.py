@@ -9,7 +9,8 @@ from shardwright.observe.steps.collection import save_together
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.steps.step_page import Predicted
 from shardwright.schedule.schedule import Action, Event, Phase, Schedule, ScheduleEntry
-from shardwright.transport.recorder import CALL, PHASE, Label, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import CALL, PHASE, Label
 
 
 class TraceEntry(NamedTuple):
@@ -86,7 +87,7 @@ def _last_passes(
     out."""
     found: dict[Phase, tuple[float, list[Any]]] = {}
     began, depth, calls = 0.0, 0, []
-    for kind, *rest in (each for _, _, written in recorder.steps() for each in written):
+    for kind, *rest in (each for _, _, written in process_state.recorder.steps() for each in written):
         if kind not in (CALL, PHASE) or rest[0] is not labels or not labels:
             continue
         if kind == CALL:

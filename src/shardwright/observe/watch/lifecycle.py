@@ -26,10 +26,9 @@ from shardwright.observe.watch.watchdog import Watch
 from shardwright.policy import WatchPolicy
 from shardwright.torch_private import default_store, when_default_group_changes
 from shardwright.transport.attempt import this_attempt
-from shardwright.transport.jobstore import end_job_store, hasty, job_store
-from shardwright.transport.launches import process_state
+from shardwright.transport.jobstore import hasty, job_store
 from shardwright.transport.mesh import timeout_of
-from shardwright.transport.process import process_is_ours
+from shardwright.transport.process import process_is_ours, process_state
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ def _group_changed() -> None:
         keep_watch()
         return
     leave()
-    end_job_store()
+    process_state.end_store()
 
 
 def store_address() -> str:

@@ -16,8 +16,9 @@ from shardwright import clock
 from shardwright.observe.watch.findings import Answer, Launched, Status, Waits
 from shardwright.observe.watch.flight_recorder import FlightRecorder, InFlight
 from shardwright.transport.host_memory import resident_nbytes
-from shardwright.transport.launches import Wait, process_state
-from shardwright.transport.recorder import LINE, recorder
+from shardwright.transport.launches import Wait
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import LINE
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[2]) + os.sep
@@ -135,7 +136,7 @@ class ProcessStatus:
         name, call, stands = "", None, None
         if self.wait is None:
             with frame_of(process_state.thread) as frame:
-                recorder.write((LINE, user_line(frame), clock.perf_counter()))
+                process_state.recorder.write((LINE, user_line(frame), clock.perf_counter()))
                 name, caller = foreign_call(frame)
                 call = (id(caller), getattr(caller, "f_lasti", 0))
                 stands = (process_state.thread, id(frame), getattr(frame, "f_lasti", 0))

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from shardwright.transport.cpu.libc import LIBC
-from shardwright.transport.launches import process_state
+from shardwright.transport.process import process_state
 
 SIGNAL: Any = getattr(signal, "SIGUSR1", None)
 _LAST_WORD_S = 2.0

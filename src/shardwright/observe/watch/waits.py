@@ -10,8 +10,8 @@ from itertools import pairwise
 from statistics import median_high
 from typing import Any, NamedTuple
 
-from shardwright.transport.launches import process_state
-from shardwright.transport.recorder import WAIT, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import WAIT
 
 STEPS = 20
 """Of which is judged."""
@@ -47,7 +47,7 @@ class OwnWaits:
         if self.window <= self._window:
             return None
         self._window = self.window
-        kept = recorder.steps()[-STEPS - 1 :]
+        kept = process_state.recorder.steps()[-STEPS - 1 :]
         if len(kept) < 2:  # steps of so many records that no other one is remembered
             return None
         # Of a step in the middle: one checkpoint among them isn't a rank that is late in half of them.
@@ -66,7 +66,7 @@ class OwnWaits:
     @property
     def window(self) -> int:
         """How many times 20 steps have ended; the first step, in which a process warms up, is in none."""
-        return (recorder.number - 2) // STEPS
+        return (process_state.recorder.number - 2) // STEPS
 
 
 def _waited_s(written: Sequence[tuple[Any, ...]]) -> float:

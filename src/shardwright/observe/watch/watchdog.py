@@ -33,7 +33,7 @@ from shardwright.observe.watch.waits import STEPS, OwnWaits, WaitChange
 from shardwright.policy import WatchPolicy
 from shardwright.transport.attempt import Attempt
 from shardwright.transport.jobstore import JobStore, StoreSilent, hasty
-from shardwright.transport.launches import process_state
+from shardwright.transport.process import process_state
 
 logger = logging.getLogger(__name__)
 

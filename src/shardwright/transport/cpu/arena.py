@@ -34,9 +34,10 @@ from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.schedule.layout import align
 from shardwright.transport.cpu.libc import LIBC
-from shardwright.transport.launches import Launch, LaunchLog, process_state
+from shardwright.transport.launches import Launch, LaunchLog
 from shardwright.transport.liveness import boot_id
-from shardwright.transport.recorder import DONE, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import DONE
 
 # Linux' futexes, which Python lacks, put a process to sleep until a word in shared memory changes. Only for
 # x86-64, as shared memory is.
@@ -224,7 +225,7 @@ class Arena:
                 self.done(peer, number)
             else:
                 rows.append(list(words))
-        recorder.write((DONE, self.log.name, number, clock.perf_counter(), True))
+        process_state.recorder.write((DONE, self.log.name, number, clock.perf_counter(), True))
         return rows
 
     def reserve(self, nbytes: int) -> torch.Tensor:

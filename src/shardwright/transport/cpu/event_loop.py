@@ -7,11 +7,11 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from weakref import WeakSet
 
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.handshake import Caller, Lobby
 from shardwright.transport.cpu.transfer import Endpoint
+from shardwright.transport.process import process_state
 
 _PATIENCE_S = 2.0
 
@@ -37,7 +37,7 @@ class EventLoop:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         endpoint.wake = self.go
         endpoint.links.extend(self._connections)
-        _loops.add(self)
+        process_state.loops.add(self)
         self._thread = threading.Thread(target=self._run, name="shardwright-event-loop", daemon=True)
         self._thread.start()
         self.go()
@@ -135,16 +135,13 @@ class EventLoop:
                 each.close()
 
 
-_loops: WeakSet[EventLoop] = WeakSet()
-
-
 def _close_all() -> None:
-    for loop in _loops:
+    for loop in process_state.loops:
         loop.close()
 
 
 def _join_all() -> None:
-    for loop in list(_loops):
+    for loop in list(process_state.loops):
         loop.join()
 
 

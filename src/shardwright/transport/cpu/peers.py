@@ -21,8 +21,8 @@ from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.handshake import GATHERS, KINDS, REDUCTIONS, Caller, Place, call, listen
 from shardwright.transport.cpu.transfer import Endpoint
-from shardwright.transport.launches import process_state
 from shardwright.transport.meeting import Meeting
+from shardwright.transport.process import process_state
 from shardwright.transport.secret import KeyAgreement
 
 _PATIENCE_S = 20.0

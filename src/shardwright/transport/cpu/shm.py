@@ -22,7 +22,8 @@ from shardwright.transport.base import Comm, Segment, join, pieces, spread, sums
 from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
 from shardwright.transport.launches import Launch
 from shardwright.transport.meeting import Meeting
-from shardwright.transport.recorder import DONE, recorder
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Streams
 
 _GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in shared memory for a ``gather``
@@ -237,7 +238,9 @@ class _ShmGather(_Reads):
                 spread(self._read(peer), [segment.part_bytes(peer) for segment in self._segments])
                 self._done(peer)
         self._comm.spent(start)
-        recorder.write((DONE, self._comm.log.name, self._launch.number, clock.perf_counter(), True))
+        process_state.recorder.write(
+            (DONE, self._comm.log.name, self._launch.number, clock.perf_counter(), True)
+        )
 
     complete = wait
 
@@ -279,7 +282,7 @@ class _ShmReduction(_Reads):
             pairs = zip(sums, self._dtypes, strict=True)
             sums = [own.to(dtype, copy=not own.numel()) for own, dtype in pairs]
         comm.spent(start)
-        recorder.write((DONE, comm.log.name, self._launch.number, clock.perf_counter(), True))
+        process_state.recorder.write((DONE, comm.log.name, self._launch.number, clock.perf_counter(), True))
         return sums
 
     def _received(self, peer: int) -> list[torch.Tensor]:

@@ -11,8 +11,9 @@ import torch
 from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.transport.cpu.worker import Worker
-from shardwright.transport.launches import Launch, LaunchLog, process_state
-from shardwright.transport.recorder import DONE, recorder
+from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import DONE
 
 _LOOK_S = 0.1  # how often who waits looks whether the watch has found something
 
@@ -122,7 +123,9 @@ class Transfer:
         alone = peer != own and longest_s > 2 * next_s  # else they came beside each other
         link = (log.ranks[peer], log.ranks[own]) if alone else (log.ranks[own],)
         met = self.sources == len(log.ranks) - 1
-        recorder.write((DONE, log.name, self.launch.number, clock.perf_counter(), met, link, longest_s))
+        process_state.recorder.write(
+            (DONE, log.name, self.launch.number, clock.perf_counter(), met, link, longest_s)
+        )
 
     def wait_received(self) -> None:
         """Return when everything has arrived. Raises: CommError naming a rank that ended, is in another
