@@ -56,7 +56,7 @@ HELD = (
             "schedule/check.py",
             "schedule/exposed.py",
             "schedule/follower.py",
-            "schedule/group_states.py",
+            "schedule/following.py",
             "schedule/scheduler.py",
             "schedule/recorded.py",
             "schedule/schedule.py",

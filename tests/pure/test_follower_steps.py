@@ -16,7 +16,8 @@ from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule import recorded as recorded_schedules
 from shardwright.schedule.check import check
-from shardwright.schedule.follower import DONE, Follower, Mode
+from shardwright.schedule.follower import DONE, Follower
+from shardwright.schedule.following import Mode
 from shardwright.schedule.recorded import RecordedSchedules, bits
 from shardwright.schedule.schedule import ActionKind, Event, EventKind, GroupSpec, Phase, Schedule
 from shardwright.schedule.sync import (
@@ -172,7 +173,7 @@ class Played:
             events = " ".join(map(str, sync.order.events)) if sync.order else "nothing"
             return f"tell {events}", Recorded(tuple(sorted(orders)), self.follower.recorded.specs)
         if isinstance(sync, Describe):
-            return "describe", Recorded((), self.follower.recorded.specs)
+            return "describe", Recorded((sync.order,), self.follower.recorded.specs)
         if isinstance(sync, Inspect):
             return "inspect", self.local
         assert isinstance(sync, Diverge)

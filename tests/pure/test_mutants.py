@@ -22,12 +22,10 @@ _SCALED = "all that is compared grows alike"
 _FOREIGN = "waited_s < FOREIGN_S < max((answer.foreign_s for answer  ... .values()))"
 _EXACTLY = "measured seconds are never exactly that many"
 REASONED: dict[str, str] = {
-    "schedule/follower.py (module): _MOST_PASSED = 16: 16 is 17": _MEMORY,
-    "schedule/follower.py Follower.__init__: self._place = 0: 0 is 1": _REPLACED,
-    "schedule/follower.py Follower.__init__: self._answer: Answer = 0: 0 is 1": _REPLACED,
+    "schedule/follower.py Follower.__init__: self._given = 0: 0 is 1": _REPLACED,
+    "schedule/following.py Following.__init__: self._place = 0: 0 is 1": _REPLACED,
     "schedule/follower.py Follower.abandon: ((), (), (), 0): 0 is 1": _REPLACED,
-    "schedule/follower.py Follower._leave_exact: ((), 0): 0 is 1": _REPLACED,
-    "schedule/follower.py Follower._leave_exact: len(self._passed) < _MOST_PASSED: <=": _MEMORY,
+    "schedule/following.py Following._leave_exact: ((), 0): 0 is 1": _REPLACED,
     "schedule/layout.py ParamLayout.strides: [0]: 0 is 1": _REPLACED,
     "schedule/layout.py contiguous_strides: ParamLayout(shape, 1, None): 1 is 2": (
         "what is kept whole is the same in any world"

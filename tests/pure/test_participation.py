@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule import recorded
-from shardwright.schedule.follower import Follower, Mode
+from shardwright.schedule.follower import Follower
+from shardwright.schedule.following import Mode
 from shardwright.schedule.recorded import bits, supersequence
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, GroupSpec, Phase
 from shardwright.schedule.sync import (
@@ -157,7 +158,7 @@ class SimulatedRank:
         if isinstance(sync, Inspect):
             return self.local
         if isinstance(sync, Describe):
-            return Recorded((), self.follower.recorded.specs)
+            return Recorded((sync.order,), self.follower.recorded.specs)
         assert self.follower.mode is Mode.AGREED, f"a rank that follows alone asks others: {sync}"
         if isinstance(sync, AllReduceMin):
             self.asked.append(sync.code)

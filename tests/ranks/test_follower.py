@@ -12,7 +12,7 @@ from shardwright import SchedulePolicy, fully_shard, stats
 from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import unit_of
 from shardwright.errors import StageError
-from shardwright.schedule.follower import Mode
+from shardwright.schedule.following import Mode
 from shardwright.schedule.schedule import ActionKind, Phase
 from tests.ranks.models import full
 from tests.ranks.pool import on_ranks, run_ranks

@@ -132,11 +132,10 @@ def _planned(schedule: Schedule, phase: Phase) -> PlannedPhase:
     before = schedule.phases.get(Phase.FORWARD, ()) if phase is Phase.BACKWARD else ()
     live = reduced = 0
     for action in (action for entry in before for action in entry.actions):
-        for group in action.groups:
-            if action.kind is ActionKind.UNSHARD:
-                live |= 1 << group
-            elif action.kind is ActionKind.RESHARD:
-                live &= ~(1 << group)
+        if action.kind is ActionKind.UNSHARD:
+            live |= bits(action.groups)
+        elif action.kind is ActionKind.RESHARD:
+            live &= ~bits(action.groups)
     for action in (action for entry in entries for action in entry.actions):
         if action.kind in (ActionKind.HOLD, ActionKind.REDUCE):
             reduced |= bits(action.groups)

@@ -8,7 +8,7 @@ asks simulated ones. The answer to each kind is the same on every rank:
     AllReduceMin    the smallest of all ranks' numbers
     Broadcast       :class:`Recorded`: the orders that ranks have recorded, each once, in the same sequence
     Diverge         none: it raises ``Diverged`` on every rank
-    Describe        :class:`Recorded` without orders: the groups as they are now; no other rank takes part
+    Describe        :class:`Recorded` with this order: the groups as they are now; no other rank takes part
     Inspect         :class:`Local`: what a group's gradients are on this rank; no other rank takes part
 """
 
@@ -36,6 +36,7 @@ BEGIN_OF = {
     Phase.EVALUATION: SyncPoint.EVALUATION,
     Phase.BACKWARD: SyncPoint.BACKWARD,
 }
+PHASE_OF = {point: phase for phase, point in BEGIN_OF.items()}
 
 
 class RecordedOrder(NamedTuple):
@@ -79,11 +80,15 @@ class Diverge(NamedTuple):
 class Describe(NamedTuple):
     """What are the groups now? Asked before a schedule is planned from what this rank alone has recorded."""
 
+    order: RecordedOrder
+
 
 class Inspect(NamedTuple):
-    """What are the gradients of a group on this rank? Asked where no schedule says so."""
+    """What are the gradients of a group on this rank? Asked where no schedule says so. tries: how often its
+    reduction was asked for in this event."""
 
     group: int
+    tries: int = 0
 
 
 Sync = Synchronize | AllReduceMin | Broadcast | Diverge | Describe | Inspect

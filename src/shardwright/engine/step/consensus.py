@@ -85,7 +85,7 @@ class Consensus:
             return self._agreed.exchange([sync.code], "min")[0]
         if isinstance(sync, Diverge):
             self._diverge(sync.point, sync.entry, sync.digest)
-        orders = self._broadcast(sync.order) if isinstance(sync, Broadcast) else ()
+        orders = self._broadcast(sync.order) if isinstance(sync, Broadcast) else (sync.order,)
         return Recorded(orders, self._table.specs())
 
     @property

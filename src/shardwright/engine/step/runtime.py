@@ -23,7 +23,8 @@ from shardwright.engine.step.turns import Turn
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement, SchedulePolicy, Wire
-from shardwright.schedule.follower import Follower, Mode
+from shardwright.schedule.follower import Follower
+from shardwright.schedule.following import Mode
 from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind, GroupSpec, Phase, Schedule
 from shardwright.schedule.sync import Step
 from shardwright.transport.base import Comm
