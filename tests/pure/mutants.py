@@ -54,7 +54,6 @@ HELD = (
     Held(
         (
             "schedule/check.py",
-            "schedule/exposed.py",
             "schedule/follower.py",
             "schedule/following.py",
             "schedule/scheduler.py",

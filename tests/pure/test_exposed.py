@@ -1,6 +1,6 @@
 """What no computation hides, read off a schedule."""
 
-from shardwright.schedule.exposed import Exposed, exposed
+from shardwright.schedule.check import Exposed, exposed
 from shardwright.schedule.schedule import Phase, Schedule
 
 STEP = """

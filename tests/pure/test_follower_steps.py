@@ -45,6 +45,7 @@ class Played:
         self.specs = specs
         self.held, self.smaller, self.unreduced, self.accumulating = set(), set(), set(), set()
         self.mask = 0
+        self.held_back = set()
         self.stays = set()  # groups whose gradients no reduction takes
         self.num_asked = 0
         self.points, self.missing, self.used = SyncPoint(0), 0, 0
@@ -132,6 +133,7 @@ class Played:
         assert copied.snapshot() == self.follower.snapshot()
         copied._leave_exact()
         assert copied.groups.states.held == self.local.held
+        assert {*copied.groups.states.held_back} == self.held_back
 
     def do(self, action):
         groups = set(action.groups)
@@ -143,6 +145,10 @@ class Played:
         if action.kind is K.RESHARD:
             self.held -= groups
             self.smaller |= groups if action.smaller else set()
+        if action.kind is K.HOLD:
+            self.held_back |= groups
+        if action.kind is K.REDUCE:
+            self.held_back -= groups
         if action.kind in (K.HOLD, K.REDUCE):
             self.mask |= bits(groups)
             self.unreduced -= groups - self.stays
@@ -246,7 +252,7 @@ KINDS = {
     "over a smaller world": (SMALLER,) * 3,
     "not read in the backward, or staying": (PLAIN, UNREAD, STAYS),
     "steps in the backward, of copies": (PLAIN, COPIED, STEPPED),
-    "in buckets": (SMALL,) * 3,
+    "in buckets": (SMALL, GroupSpec(nbytes=9 << 20, grad_nbytes=9 << 20, bucket_key=0), SMALL),
 }
 """Groups by name."""
 AGREED = {

@@ -256,6 +256,30 @@ def test_the_last_group_stays_unsharded_for_its_backward_unless_told_otherwise()
         assert (Action(ActionKind.RESHARD, (2,)) not in last.actions) == kept
 
 
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.EVALUATION])
+def test_the_root_stays_unsharded_after_a_forward_and_an_evaluation_unless_told_otherwise(phase):
+    for reshard, kept in ((None, True), (True, False), (False, True)):
+        spec = GroupSpec(reshard, is_root=True)
+        assert spec.keeps(phase) == kept and not spec.keeps(Phase.BACKWARD)
+        entries = plan(
+            {phase: chain(3)[Phase.FORWARD]}, SchedulePolicy(keep_last=0), lambda _, s=spec: s
+        ).phases[phase]
+        resharded = {
+            group
+            for entry in entries
+            for a in entry.actions
+            if a.kind is ActionKind.RESHARD
+            for group in a.groups
+        }
+        assert resharded == (set() if kept else {0, 1, 2})
+
+
+def test_the_policy_keeps_the_first_groups_that_the_backward_needs_besides_the_root():
+    orders = chain(3)
+    kept = kept_for_backward(orders, SchedulePolicy(), lambda group: GroupSpec(is_root=group == 2))
+    assert kept == {1}
+
+
 def tiny(policy: SchedulePolicy, num_groups: int = 7) -> Schedule:
     """Groups of a third of the cap on one transport."""
     nbytes = policy.bucket_cap_nbytes // 3

@@ -71,7 +71,7 @@ CORE = {
     "quantized": "__init__ codec codecs module",
     "observe/memory": "accounts out_of_memory",
     "schedule": """
-        check exposed follower following grouping layout recorded schedule scheduler sync
+        check follower following grouping layout recorded schedule scheduler sync
     """,
     "transport": """
         abort attempt base channel collect custom device_times host_limits host_memory jobstore

@@ -13,7 +13,8 @@ from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError
 from shardwright.policy import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, ReductionPolicy
 from shardwright.quantized.codec import Encoding
-from shardwright.schedule.exposed import exposed
+from shardwright.schedule.check import exposed
+from shardwright.schedule.schedule import Phase
 from shardwright.torch_private import parameters_of
 
 
@@ -291,9 +292,9 @@ def _resharded(unit: Unit, group: ParamGroup) -> str:
     if smaller is not None:
         whom = "ranks of the node" if smaller.comm is group.axis.node else "neighbours"
         when = f"after forward to {smaller.comm.world} {whom}, and after backward"
-    elif facts.reshard_after_forward is False:
+    elif facts.keeps(Phase.FORWARD):
         when = "after backward"
-    elif facts.reshard_after_forward is None:
+    elif facts.is_open:
         when = "after forward (unless the backward needs it first) and after backward"
     else:
         when = "after forward and after backward"

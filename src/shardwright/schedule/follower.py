@@ -378,5 +378,5 @@ class Follower(Following):
         self._move(busy=0)
         for group in numbers(self.groups.states.held):
             if not self.recorded.specs[group].keeps(Phase.BACKWARD):
-                self.groups.set(live=self.groups.states.live & ~(1 << group))
+                self.groups.drop_live(group)
                 self._reshard(group)

@@ -137,6 +137,10 @@ class Groups:
         self.do(ActionKind.PARTICIPATE, (group,), bool(self.states.smaller >> group & 1))
         self.set(smaller=self.states.smaller & ~(1 << group))
 
+    def drop_live(self, group: int) -> None:
+        """The agreed actions reshard it."""
+        self.set(live=self.states.live & ~(1 << group))
+
     def reshard(self, group: int, smaller: bool) -> None:
         """Reshard what this rank holds, if nobody keeps it. smaller: keep shards over the smaller world."""
         if (self.states.held & ~self.states.kept) >> group & 1:
@@ -269,8 +273,11 @@ class Following:
             if event.kind in ENDS:
                 busy &= ~(1 << event.group)
             elif event.kind in BEGINS:
-                self.used |= 1 << event.group if cursor.phase is Phase.FORWARD else 0
-                busy |= 1 << event.group if self.recorded.specs[event.group].reads(event.kind) else 0
+                bit = 1 << event.group
+                if cursor.phase is Phase.FORWARD:
+                    self.used |= bit
+                if self.recorded.specs[event.group].reads(event.kind):
+                    busy |= bit
         self.groups.set(live=live, held=held, held_back=tuple(held_back), in_flight=tuple(in_flight))
         self._move(place=self._place, order=cursor.plan.events[: self._place], busy=busy)
         self._exact, self._place = (), 0
@@ -323,7 +330,7 @@ class Following:
             if action.kind is ActionKind.UNSHARD:
                 self.groups.unshard(action.groups)
             elif action.kind is ActionKind.RESHARD:
-                self.groups.set(live=self.groups.states.live & ~(1 << action.group))
+                self.groups.drop_live(action.group)
                 self._reshard(action.group)
             elif action.kind is ActionKind.WAIT:
                 self.groups.actions += (action,)

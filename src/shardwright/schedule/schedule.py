@@ -163,7 +163,7 @@ class GroupSpec:
     """What the scheduler knows of a group.
 
     reshard_after_forward: False keeps it unsharded from its forward to its backward, and after an evaluation
-        to whatever comes next; None leaves the first open.
+        to whatever comes next; None: see ``keeps``. is_root: it is the outermost module's.
     nbytes: bytes of its unsharded parameters. grad_nbytes: of those that are trained.
     bucket_key: groups with the same key may share collectives (those on one transport); None: it shares none.
     ahead_in_forward, ahead_in_backward: groups to gather when it begins, instead of the next ones.
@@ -178,6 +178,7 @@ class GroupSpec:
     """
 
     reshard_after_forward: bool | None = None
+    is_root: bool = False
     nbytes: int = 0
     grad_nbytes: int = 0
     bucket_key: int | None = None
@@ -192,16 +193,24 @@ class GroupSpec:
     part_of: int | None = None
 
     def keeps(self, phase: Phase, chosen: bool = False) -> bool:
-        """Whether it stays unsharded after its part of ``phase``: the scheduler and the follower ask here.
+        """Whether it stays unsharded after its part of ``phase``. That is decided here alone: the scheduler
+        plans by it, and the follower acts by it where no schedule says what to do.
 
-        chosen: the policy keeps it for the backward, where the caller has left that open, which
-        ``kept_for_backward`` of the scheduler decides; that the root's group stays, ``GroupTable.effective``.
+        chosen: it is among the first that the backward needs, which the policy keeps (``kept_for_backward``).
         """
         if phase is Phase.BACKWARD:
             return not self.reshard_after_backward
-        if self.reshard_after_forward is None:
+        if self.is_open:
             return chosen and phase is Phase.FORWARD
+        # None is the root here. It stays after an evaluation too, as in torch: to decode the next token then
+        # needs no all-gather.
         return not self.reshard_after_forward
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the policy may keep it for the backward: the caller has said nothing, and it isn't the
+        root's."""
+        return self.reshard_after_forward is None and not self.is_root
 
     def reads(self, kind: EventKind) -> bool:
         """Whether what begins with an event of ``kind`` needs it unsharded."""

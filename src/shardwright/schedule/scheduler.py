@@ -248,7 +248,7 @@ def kept_for_backward(
 ) -> frozenset[int]:
     """The ``keep_last`` groups that the backward needs first, of those that may be kept for it."""
     backward = dict.fromkeys(event.group for event in orders.get(Phase.BACKWARD, ()) if event.kind in BEGINS)
-    may = [group for group in backward if spec_of(group).reshard_after_forward is None]
+    may = [group for group in backward if spec_of(group).is_open]
     return frozenset(may[: policy.keep_last])
 
 

@@ -87,23 +87,20 @@ class GroupTable:
         self._requested[index] = replace(self._requested[index], **changes)
 
     def effective(self, index: int) -> GroupSpec:
-        """What the scheduler knows of a group: what was asked of it, with what follows for the root and for
-        rows in use; its bytes, and what it may share collectives with."""
+        """What the scheduler knows of a group: what was asked of it, with what follows for rows in use; its
+        bytes, and what it may share collectives with."""
         group, spec = self.groups[index], self._requested[index]
-        by_rows = group.gatherer.rows is not None
-        if by_rows or self._stays_as_root(group):
-            spec = replace(spec, reshard_after_forward=by_rows, no_prefetch=by_rows)
+        if group.gatherer.rows is not None:  # of other rows than those of the next batch
+            spec = replace(spec, reshard_after_forward=True, no_prefetch=True)
         return replace(
             spec,
+            is_root=group in self.root,
             nbytes=group.unsharded_nbytes,
             grad_nbytes=grad_nbytes(group),
             bucket_key=id(group.gatherer.comm) if group.gatherer.is_whole else None,
             needs_copies_reduced=group.axis.replicate is not None,
             smaller_world=group.gatherer.smaller_world is not None,
         )
-
-    def _stays_as_root(self, group: ParamGroup) -> bool:
-        return self.requested(group).reshard_after_forward is None and group in self.root
 
     def specs(self) -> tuple[GroupSpec, ...]:
         """``effective`` of every group."""
@@ -121,7 +118,7 @@ class GroupTable:
             if asks is None:  # what has changed of an embedding is less than the rows in use of it
                 asks = group.axis.comm.over_network and not sends.codes
             asks = asks and has_lookup(group.params)
-            stays = self.requested(group).reshard_after_forward is False or self._stays_as_root(group)
+            stays = replace(self.requested(group), is_root=group in self.root).keeps(Phase.FORWARD)
             group.request(row_wise=policy if asks else None, stays=asks and stays, sends=sends)
             left -= nbytes if group.gatherer.sends.changes else 0
         self.chosen = True

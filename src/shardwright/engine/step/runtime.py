@@ -277,7 +277,7 @@ class Runtime:
                 watcher(event, group, True)
             if kind is EventKind.FORWARD_END:
                 # What the caller sees between forward and backward doesn't depend on what is kept.
-                if follower.recorded.specs[event.group].reshard_after_forward is None and not holds:
+                if follower.recorded.specs[event.group].is_open and not holds:
                     self.groups[event.group].show_sharded()
             elif kind in BEGINS:
                 self.groups[event.group].show_unsharded()
