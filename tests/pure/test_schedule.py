@@ -24,7 +24,7 @@ from shardwright.schedule.schedule import (
     ScheduleEntry,
     event_in_words,
 )
-from shardwright.schedule.scheduler import fits, plan
+from shardwright.schedule.scheduler import fits, kept_for_backward, plan
 
 POLICIES = st.builds(
     SchedulePolicy,

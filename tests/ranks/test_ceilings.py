@@ -62,7 +62,7 @@ CORE = {
     "engine": "asked containers costs gather_full listeners unit",
     "engine/building": "build checks clone deferred grouping torch_state",
     "engine/groups": "decoding gatherer gradient_state grads group reducer table versions",
-    "engine/optimizers": "away guard in_backward",
+    "engine/optimizers": "away guard in_backward registry",
     "engine/step": "backward batches consensus executor held_memory hooks runtime same_model turns",
     "params": """
         at_rest binding buffer first_weights flat_param load_plain offload param placement rows

@@ -47,7 +47,7 @@ Param = TypeVar("Param", bound=_Cuttable)
 
 
 # Hooks on the modules of the second group would not do: code of the root may read ``self.head.weight`` and
-# not call the head (a chunked loss does), and of a block's two halves either may be read first. Every such read
+# not call the head (a chunked loss does), and of a block's halves either may be read first. Every such read
 # goes by this table. What it wins was measured at 1 Gbit/s on 2 ranks, as seconds of a step by those without
 # communication (docs/performance.md): 1.18 with the root in two groups, 1.15 with the first block in two too.
 class Reads(dict[str, nn.Parameter | None]):

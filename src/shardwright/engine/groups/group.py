@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -45,10 +44,6 @@ _MOVES = {
 }
 
 
-offloaded: "WeakSet[ParamGroup]" = WeakSet()
-"""Groups whose shards, gradients or optimizer state go from a device to the host."""
-
-
 class ParamGroup:
     """Parameters of one or several modules on one axis, moved together.
 
@@ -78,8 +73,6 @@ class ParamGroup:
         self._bound: Bound | None = None
         self.face_versions = FaceVersions()
         self._gather: Gather | None = None
-        if self.params and self.params[0].split.offload_streams is not None:
-            offloaded.add(self)
 
     def rename(self, name: str) -> None:
         """Another name for messages: its group became part of a larger model."""

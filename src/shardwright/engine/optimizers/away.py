@@ -8,14 +8,15 @@ meanwhile is refused here. Loaded once something is put there.
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardwright.engine.groups.group import ParamGroup, offloaded
+from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.listeners import State, listeners
+from shardwright.engine.optimizers.registry import registry
 from shardwright.errors import StageError
 from shardwright.params.offload import empty_on_host
 from shardwright.params.placement import Split
@@ -40,19 +41,18 @@ class _Entry(NamedTuple):
         return tensor is not None and _local(tensor) is self.place()
 
 
-_away: "WeakKeyDictionary[ParamGroup, dict[State, list[_Entry]]]" = WeakKeyDictionary()
-
-
 def _refuse(
     user: str, states: tuple[State, ...], groups: Iterable[ParamGroup], params: Iterable[Any]
 ) -> None:
     """Raises: StageError where one of these states of a group is on the host, and ``user`` would need it."""
-    if not _away:
+    if not registry.away:
         return
     ids = {id(param) for param in params}
-    of_params = [group for group in tuple(_away) if any(id(param.sharded) in ids for param in group.params)]
+    of_params = [
+        group for group in tuple(registry.away) if any(id(param.sharded) in ids for param in group.params)
+    ]
     for group in (*groups, *of_params):
-        there = _away.get(group, {})
+        there = registry.away.get(group, {})
         found = [state for state in states if any(entry.is_there for entry in there.get(state, ()))]
         if found:
             raise StageError(
@@ -96,7 +96,7 @@ def put_away(groups: Sequence[ParamGroup], states: Sequence[State], optimizer: O
         moved = bool(places)
         _put(tensor, places)
         entry = _Entry(ref(tensor), ref(_local(tensor)), moved)
-        _away.setdefault(group, {}).setdefault(state, []).append(entry)
+        registry.away.setdefault(group, {}).setdefault(state, []).append(entry)
     if State.PARAMS in states:
         for group in groups:
             group.let_go()
@@ -106,7 +106,7 @@ def put_away(groups: Sequence[ParamGroup], states: Sequence[State], optimizer: O
 def bring_back(groups: Sequence[ParamGroup], states: Sequence[State]) -> None:
     """Copy them to the device again, on the current stream; the host doesn't wait."""
     for group in groups:
-        there = _away.get(group, {})
+        there = registry.away.get(group, {})
         for state in states:
             tensors = [entry.tensor() for entry in there.get(state, ()) if entry.is_there and entry.moved]
             sources = [list(_leaves(_local(tensor))) for tensor in tensors]
@@ -120,7 +120,7 @@ def bring_back(groups: Sequence[ParamGroup], states: Sequence[State]) -> None:
             if state is State.PARAMS:
                 group.let_go()
         if not there:
-            _away.pop(group, None)
+            registry.away.pop(group, None)
 
 
 def _new(group: ParamGroup, state: State, optimizer: Optimizer | None) -> list[Any]:
@@ -130,7 +130,7 @@ def _new(group: ParamGroup, state: State, optimizer: Optimizer | None) -> list[A
         tensors = [shard.grad for shard in tensors if shard.grad is not None]
     elif state is State.OPTIMIZER:
         tensors = [] if optimizer is None else [value for *_, value in state_of(optimizer, tensors)]
-    before = {id(entry.tensor()) for entry in _away.get(group, {}).get(state, ()) if entry.is_there}
+    before = {id(entry.tensor()) for entry in registry.away.get(group, {}).get(state, ()) if entry.is_there}
     return [tensor for tensor in tensors if id(tensor) not in before]
 
 
@@ -186,34 +186,17 @@ def _put(tensor: Any, leaves: list[torch.Tensor]) -> None:
 
 Moved = dict[Any, Split]
 """Parameters, and how each is sharded."""
-
-_on_host: WeakKeyDictionary[Optimizer, dict[tuple[int, Any], torch.Tensor]] = WeakKeyDictionary()
-
-
-def _paged(optimizer: Optimizer) -> Moved:
-    """Its parameters whose policy says so."""
-    groups = [group for group in tuple(offloaded) if group.params[0].split.pages_state]
-    splits = {id(param.sharded): param.split for group in groups for param in group.params}
-    params = [param for group in optimizer.param_groups for param in group["params"]] if splits else []
-    return {param: splits[id(param)] for param in params if id(param) in splits}
+OnHost = dict[tuple[int, Any], torch.Tensor]
+"""By parameter and key, memory of the host for a part of an optimizer's state."""
 
 
-def page_in(optimizer: Optimizer) -> None:
-    """Before a step: bring the state of offloaded parameters to their device."""
-    moved = _paged(optimizer)
-    if moved:
-        bring_state(optimizer, moved)
-
-
-def page_out(optimizer: Optimizer) -> None:
+def page_out(optimizer: Optimizer, moved: Moved, hosts: OnHost) -> None:
     """After a step: put it on the host again. Inside of a backward the host waits for that at its end."""
-    moved = _paged(optimizer)
-    if moved:
-        put_state_back(optimizer, moved)
-        if current_graph_task() == -1:
-            for streams in {split.offload_streams for split in moved.values()}:
-                assert streams is not None
-                streams.arrive()
+    put_state_back(optimizer, moved, hosts)
+    if current_graph_task() == -1:
+        for streams in {split.offload_streams for split in moved.values()}:
+            assert streams is not None
+            streams.arrive()
 
 
 def state_of(optimizer: Optimizer, params: Iterable[Any]) -> list[tuple[Any, Any, Any]]:
@@ -227,9 +210,8 @@ def state_of(optimizer: Optimizer, params: Iterable[Any]) -> list[tuple[Any, Any
 
 
 @torch.no_grad()
-def bring_state(optimizer: Optimizer, moved: Moved) -> None:
+def bring_state(optimizer: Optimizer, moved: Moved, hosts: OnHost) -> None:
     """Copy the state that lies on the host to the device, on the current stream."""
-    hosts = _on_host.get(optimizer, {})
     found = [each for each in state_of(optimizer, moved) if hosts.get(_key(each)) is _local(each[2])]
     sources = [_local(value) for *_, value in found]
     places = [
@@ -242,9 +224,8 @@ def bring_state(optimizer: Optimizer, moved: Moved) -> None:
 
 
 @torch.no_grad()
-def put_state_back(optimizer: Optimizer, moved: Moved) -> None:
+def put_state_back(optimizer: Optimizer, moved: Moved, hosts: OnHost) -> None:
     """Copy the state that lies on the device to the host, which may read it once it has waited."""
-    hosts = _on_host.setdefault(optimizer, {})
     for streams in dict.fromkeys(split.offload_streams for split in moved.values()):
         members = [param for param, split in moved.items() if split.offload_streams is streams]
         found = [e for e in state_of(optimizer, members) if hosts.get(_key(e)) is not _local(e[2])]

@@ -3,7 +3,6 @@ one that it holds shards and steps them fast."""
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -11,9 +10,10 @@ from torch.optim import Adafactor, Muon
 from torch.optim.optimizer import Optimizer
 
 from shardwright.engine.groups.gradient_state import mark_of, zeros_of
-from shardwright.engine.groups.group import Stage, offloaded
+from shardwright.engine.groups.group import ParamGroup, Stage
 from shardwright.engine.groups.table import tables
 from shardwright.engine.listeners import State, listeners
+from shardwright.engine.optimizers.registry import KnownOptimizer, registry
 from shardwright.engine.step.runtime import unsettled
 from shardwright.engine.unit import sharded_from
 from shardwright.errors import InputError, StageError, UnsupportedTorch, warn
@@ -21,54 +21,68 @@ from shardwright.torch_private import current_graph_task, has_optimizer_kernels
 
 _LEFT_OUT = "_left_out_of_sharding"
 
-stepped: "WeakSet[Optimizer]" = WeakSet()
-"""Optimizers that have made a step in this process."""
+
+def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Torch calls it before each step of any optimizer."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    listeners.need(f"a step of {type(optimizer).__name__}", *State, params=params)
+    groups = _groups()
+    if current_graph_task() == -1:  # else it steps from inside the backward
+        if unsettled:
+            _check_settled(optimizer, params)
+        _before_writes(groups, params)
+    known = registry.known.setdefault(optimizer, KnownOptimizer())
+    if known.num_params != len(params):
+        _check(optimizer, params)
+        known.num_params = len(params)
+    pages = [group for group in groups if group.params[0].split.pages_state]
+    splits = {id(param.sharded): param.split for group in pages for param in group.params}
+    known.paged = {param: splits[id(param)] for param in params if id(param) in splits} if pages else {}
+    if known.paged:
+        from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
+
+        away.bring_state(optimizer, known.paged, known.on_host)
+    known.hidden = []
+    if isinstance(optimizer, Adafactor):
+        known.hidden = step_whole(optimizer)
+    if kwargs.get("closure") is None and not any(map(callable, args[1:])):  # a closure brings gradients
+        known.hidden += _set_aside_waiting(optimizer, params)
 
 
-class OptimizerGuard:
-    """Checks each optimizer once, before its first step (``num_checked``); and each step against a backward
-    cut short."""
+def after_step(optimizer: Optimizer, *_: Any) -> None:
+    """Torch calls it after each step: show the gradients that it wasn't to see, and put state that a
+    policy has on the host there again."""
+    known = registry.known.get(optimizer, KnownOptimizer())
+    for param, grad in known.hidden:
+        param.grad = grad
+    known.hidden = []
+    if known.paged:
+        from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
 
-    def __init__(self) -> None:
-        self.handle: Any = None
-        self.num_checked = 0
-        self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        away.page_out(optimizer, known.paged, known.on_host)
+        known.paged = {}
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        listeners.need(f"a step of {type(optimizer).__name__}", *State, params=params)
-        if current_graph_task() == -1:  # else it steps from inside the backward
-            if unsettled:
-                _check_settled(optimizer, params)
-            _forget_unsharded(params)
-            _settle_offloaded(params)
-        if self._checked.get(optimizer) != len(params):
-            self._check(optimizer, params)
-        if offloaded:
-            from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
 
-            away.page_in(optimizer)
-        step_whole(optimizer)
-        if kwargs.get("closure") is None and not any(map(callable, args[1:])):  # a closure brings gradients
-            _set_aside_waiting(optimizer, params)
+def _check(optimizer: Optimizer, params: list[Any]) -> None:
+    stale = [found.fqn for found in map(sharded_from, params) if found is not None]
+    if stale:
+        raise StageError(
+            f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, "
+            f"or quantize_ has ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
+            "would train nothing. Build the optimizer after both, from model.parameters()"
+        )
+    _check_sharded(optimizer, params)
+    _check_kernels(optimizer)
+    _check_runs_on_shards(optimizer, params)
+    registry.num_checked += 1
+    _choose_foreach(optimizer)
+    warn_of_roundings(optimizer, params)
+    _warn_of_left_out(optimizer, params)
 
-    def _check(self, optimizer: Optimizer, params: list[Any]) -> None:
-        stale = [found.fqn for found in map(sharded_from, params) if found is not None]
-        if stale:
-            raise StageError(
-                f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, "
-                f"or quantize_ has ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): stepping it "
-                "would train nothing. Build the optimizer after both, from model.parameters()"
-            )
-        _check_sharded(optimizer, params)
-        _check_kernels(optimizer)
-        _check_runs_on_shards(optimizer, params)
-        self._checked[optimizer] = len(params)
-        self.num_checked += 1
-        stepped.add(optimizer)
-        _choose_foreach(optimizer)
-        warn_of_roundings(optimizer, params)
-        _warn_of_left_out(optimizer, params)
+
+def _groups() -> list[ParamGroup]:
+    """Of every sharded model that is alive."""
+    return [group for table in tuple(tables) for group in table.groups if group.params]
 
 
 def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:
@@ -80,29 +94,23 @@ def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:
         )
 
 
-def _forget_unsharded(written: list[Any]) -> None:
+def _before_writes(groups: list[ParamGroup], written: list[Any]) -> None:
     """What stayed unsharded after an evaluation, or in flight after a failure, isn't used again where the
-    optimizer writes its shards."""
-    kept = [group for table in tuple(tables) for group in table.groups if group.stage is not Stage.SHARDED]
-    ids = {id(param) for param in written} if kept else set()
-    for group in kept:
-        if any(id(param.sharded) in ids for param in group.params):
+    optimizer writes its shards; shards on the host are written once no gather (of an evaluation since) reads
+    them any more."""
+    concerned = [g for g in groups if g.stage is not Stage.SHARDED or g.params[0].split.on_host]
+    ids = {id(param) for param in written} if concerned else set()
+    owners = [group for group in concerned if any(id(param.sharded) in ids for param in group.params)]
+    for group in owners:
+        if group.stage is not Stage.SHARDED:
             group.forget_versions(written=True)
-
-
-def _settle_offloaded(written: list[Any]) -> None:
-    """Shards on the host are written once no gather (of an evaluation since) reads them any more."""
-    groups = [group for group in tuple(offloaded) if group.params[0].split.on_host]
-    ids = {id(param) for param in written} if groups else set()
-    owners = [group for group in groups if any(id(param.sharded) in ids for param in group.params)]
-    for streams in {group.params[0].split.offload_streams for group in owners}:
+    for streams in {split.offload_streams for g in owners if (split := g.params[0].split).on_host}:
         if streams is not None:
             streams.settle()
 
 
 def _check_sharded(optimizer: Optimizer, params: list[Any]) -> None:
-    groups = [group for table in tuple(tables) for group in table.groups]
-    faces = {id(param.unsharded): param.fqn for group in groups for param in group.params if param.bound}
+    faces = {id(param.unsharded): param.fqn for group in _groups() for param in group.params if param.bound}
     names = [faces[id(param)] for param in params if id(param) in faces]
     if names:
         raise StageError(
@@ -122,8 +130,7 @@ def _check_runs_on_shards(optimizer: Optimizer, params: list[Any]) -> None:
     """Raises: InputError for one that torch can't run on DTensors, instead of an error from inside of it."""
     for kind, reason in _NOT_ON_SHARDS:
         if isinstance(optimizer, kind) and any(isinstance(param, DTensor) for param in params):
-            groups = [group for table in tuple(tables) for group in table.groups]
-            names = {id(param.sharded): param.fqn for group in groups for param in group.params}
+            names = {id(param.sharded): param.fqn for group in _groups() for param in group.params}
             first = next((names[id(param)] for param in params if id(param) in names), "of a DTensor")
             raise InputError(
                 f"{type(optimizer).__name__} holds sharded parameters ({first!r}, ...), and can't step them: "
@@ -146,15 +153,13 @@ def _check_kernels(optimizer: Optimizer) -> None:
             )
 
 
-_waiting: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
-
-
-def _set_aside_waiting(optimizer: Optimizer, params: list[Any]) -> None:
-    """Gradients that wait to be reduced are none for this step. Raises: StageError where all wait."""
+def _set_aside_waiting(optimizer: Optimizer, params: list[Any]) -> list[tuple[Any, Any]]:
+    """Gradients that wait to be reduced are none for this step; parameters and what stands for these
+    gradients. Raises: StageError where all wait."""
     pairs = [(param, mark_of(param.grad)) for param in params]
     waiting = [param for param, mark in pairs if mark is not None]
     if not waiting:
-        return
+        return []
     marks = [mark for _, mark in pairs if mark is not None]
     if len(waiting) == sum(param.grad is not None for param in params) and not all(m.cleared for m in marks):
         raise StageError(
@@ -163,15 +168,10 @@ def _set_aside_waiting(optimizer: Optimizer, params: list[Any]) -> None:
             "set_requires_gradient_sync(False), no_sync() or set_requires_all_reduce(False). Step after a "
             "backward that synchronises"
         )
-    _waiting[optimizer] = [(param, param.grad) for param in waiting]
+    hidden = [(param, param.grad) for param in waiting]
     for param, mark in zip(waiting, marks, strict=True):
         param.grad = zeros_of(param.grad) if mark.cleared else mark.earlier
-
-
-def show_waiting(optimizer: Optimizer, *_: Any) -> None:
-    """After the step: what stands for the gradients that wait."""
-    for param, grad in _waiting.pop(optimizer, ()):
-        param.grad = grad
+    return hidden
 
 
 def leave_out(params: Iterable[torch.Tensor]) -> None:
@@ -186,8 +186,7 @@ def is_left_out(param: torch.Tensor) -> bool:
 
 
 def _warn_of_left_out(optimizer: Optimizer, params: list[Any]) -> None:
-    groups = [group for table in tables for group in table.groups]
-    ours = {id(param.sharded): group.axis.world for group in groups for param in group.params}
+    ours = {id(param.sharded): group.axis.world for group in _groups() for param in group.params}
     if max((ours.get(id(param), 1) for param in params), default=1) == 1:
         return
     plain = [p for p in params if id(p) not in ours and not isinstance(p, DTensor) and p.grad is not None]
@@ -218,12 +217,9 @@ def _choose_foreach(optimizer: Optimizer) -> None:
 # ---- optimizers that read rows and columns of whole matrices
 
 
-_set_aside: WeakKeyDictionary[Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
-
-
 @torch.no_grad()
-def step_whole(optimizer: Optimizer) -> None:
-    """Step what is sharded of an ``Adafactor``, and hide its gradients from the step that follows.
+def step_whole(optimizer: Optimizer) -> list[tuple[Any, Any]]:
+    """Step what is sharded of an ``Adafactor``, and hide its gradients from the step that follows; these.
 
     Torch's keeps a mean of each row and each column, and fails on DTensors. Its state is small, so a sharded
     parameter is stepped whole, one after another: gathered, stepped by torch's own code in the same way on
@@ -231,15 +227,8 @@ def step_whole(optimizer: Optimizer) -> None:
     Every rank calls it with the same parameters, which may be listed in an order of its own on each. Memory:
     one whole parameter, its gradient and its update.
     """
-    if not isinstance(optimizer, Adafactor):
-        return
-    aside = _set_aside.setdefault(optimizer, [])
-    names = {
-        id(param.sharded): (group.name, param.fqn)
-        for table in tuple(tables)
-        for group in table.groups
-        for param in group.params
-    }
+    hidden: list[tuple[Any, Any]] = []
+    names = {id(param.sharded): (group.name, param.fqn) for group in _groups() for param in group.params}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for param in sorted(group["params"], key=lambda each: names.get(id(each), ("", ""))):
@@ -254,22 +243,9 @@ def step_whole(optimizer: Optimizer) -> None:
             optimizer.state[param] = alone.state[whole]
             parts = distribute_tensor(whole.detach(), param.device_mesh, param.placements, src_data_rank=None)
             param.to_local().copy_(parts.to_local())
-            aside.append((param, param.grad))
+            hidden.append((param, param.grad))
             param.grad = None
-
-
-def page_out(optimizer: Optimizer, *_: Any) -> None:
-    """After its step: state that a policy has on the host is put there again."""
-    if offloaded:
-        from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
-
-        away.page_out(optimizer)
-
-
-def show_grads(optimizer: Optimizer, *_: Any) -> None:
-    """After the step: the gradients that ``step_whole`` has hidden."""
-    for param, grad in _set_aside.pop(optimizer, ()):
-        param.grad = grad
+    return hidden
 
 
 def warn_of_roundings(optimizer: Optimizer, params: list[Any]) -> None:

@@ -11,16 +11,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.optimizers.registry import registry
 from shardwright.engine.step.backward import backward_of
 from shardwright.engine.step.hooks import watch_sharded_grad
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.errors import InputError, StageError
-
-# Parameters whose gradients are gone when a backward returns, and the object that steps them.
-_steppers = WeakTensorKeyDictionary()
 
 
 class StepInBackward:
@@ -65,13 +62,13 @@ class StepInBackward:
             id(p.sharded): group for unit in units_in(model) for group in unit.groups for p in group.params
         }
         named = [(n, p) for n, p in model.named_parameters() if id(p) in owners and p.requires_grad]
-        taken = [name for name, param in named if param in _steppers]
+        taken = [name for name, param in named if param in registry.steppers]
         if taken or not named:
             what = f"{taken[:3]} are stepped in the backward already" if taken else "nothing is trainable"
             raise InputError(f"StepInBackward: {what}; remove() the other one, or unfreeze parameters first")
         self.optimizers = {name: make_optimizer([param]) for name, param in named}
         for name, param in named:
-            _steppers[param] = name
+            registry.steppers[param] = name
             self._handles.append(watch_sharded_grad(param, self._stepper(name, owners[id(param)])))
         self._params = [param for _, param in named]
         self._groups = list(dict.fromkeys(owners[id(param)] for param in self._params))
@@ -83,7 +80,7 @@ class StepInBackward:
         for handle in self._handles:
             handle.remove()
         for param in self._params:
-            _steppers.pop(param, None)
+            registry.steppers.pop(param, None)
         self._handles, self._params, self._groups = [], [], []
 
     def _plan(self, steps: bool) -> None:
@@ -121,4 +118,4 @@ class StepInBackward:
 
 def steps_in_backward(param: torch.Tensor) -> bool:
     """Whether a ``StepInBackward`` steps the parameter: its gradient is gone when a backward returns."""
-    return param in _steppers
+    return param in registry.steppers

@@ -36,13 +36,8 @@ from shardwright.engine.containers import (
 from shardwright.engine.groups.gatherer import is_lookup
 from shardwright.engine.groups.group import Stage
 from shardwright.engine.listeners import listeners
-from shardwright.engine.optimizers.guard import (
-    OptimizerGuard,
-    is_left_out,
-    page_out,
-    show_grads,
-    show_waiting,
-)
+from shardwright.engine.optimizers.guard import after_step, before_step, is_left_out
+from shardwright.engine.optimizers.registry import registry
 from shardwright.engine.step.backward import Call, backward_of
 from shardwright.engine.step.runtime import Entry, Runtime
 from shardwright.engine.step.turns import CallingFrame
@@ -219,8 +214,8 @@ class ModuleHooks:
             runtime.listed = []  # an exception may have ended the one before
             # Before the first forward, and before the first one after an optimizer's first step, or one with
             # other parameters; in ``around`` modules show others' until the forward begins.
-            if runtime.num_checked != _guard.num_checked and not runtime.table.around:
-                runtime.num_checked = _guard.num_checked
+            if runtime.num_checked != registry.num_checked and not runtime.table.around:
+                runtime.num_checked = registry.num_checked
                 _warn_of_late(root, runtime)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
             # torch doesn't call ``after`` for a KeyboardInterrupt: the stack says whether the forward runs.
@@ -413,20 +408,16 @@ def guard_optimizers() -> None:
     And have every elementwise optimizer of ``torch.optim`` work on those that it has made, and the recorder
     told when one steps and when garbage is collected.
     """
-    if _guard.handle is None:
+    if not registry.is_hooked:
         register_optimizer_kernels()
         listeners.failed.append(name_remedy)
-        _guard.handle = register_optimizer_step_pre_hook(_guard)
+        registry.is_hooked = True
+        register_optimizer_step_pre_hook(before_step)
         register_optimizer_step_pre_hook(process_state.recorder.begin_optimizer)
-        register_optimizer_step_post_hook(show_grads)
-        register_optimizer_step_post_hook(show_waiting)
-        register_optimizer_step_post_hook(page_out)
+        register_optimizer_step_post_hook(after_step)
         register_optimizer_step_post_hook(process_state.recorder.end_optimizer)
         if process_is_ours():
             gc.callbacks.append(process_state.recorder.collected)
-
-
-_guard = OptimizerGuard()
 
 
 # ---- other methods of a sharded module that run as its forward does: unsharded around them

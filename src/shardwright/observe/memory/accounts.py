@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwright.engine.groups.gradient_state import mark_of
 from shardwright.engine.groups.group import ParamGroup
-from shardwright.engine.optimizers.guard import stepped
+from shardwright.engine.optimizers.registry import registry
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.observe.memory.report import (
     NO_GROUP,
@@ -70,7 +70,8 @@ def _parts(tensor: Any) -> Iterator[torch.Tensor]:
 def _known(names: dict[ParamGroup, str], device: torch.device) -> list[Amount]:
     """What is known tensor by tensor."""
     tally = _Tally(device)
-    states = {id(param): state for optimizer in tuple(stepped) for param, state in optimizer.state.items()}
+    optimizers = tuple(registry.known)
+    states = {id(param): state for optimizer in optimizers for param, state in optimizer.state.items()}
     for group, name in names.items():
         faces = [param.bound for param in group.params if param.bound is not None]
         tally.add(None, name, [tensor for face in faces for tensor in (face.param, face.segment.flat)])
