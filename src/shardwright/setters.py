@@ -16,6 +16,7 @@ from shardwright.engine.unit import Unit, is_sharded, unit_of, units_in
 from shardwright.errors import InputError, warn
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.schedule import Phase
+from shardwright.transport.mesh import smaller_world
 
 
 class Owner:
@@ -243,7 +244,7 @@ class ScheduleSetters(Owner):
             )
         for unit in self._units(recurse):
             for group in unit.groups:
-                group.request(smaller_world=group.axis.node if reshard_after_forward else None)
+                group.request(smaller_world=smaller_world(group.axis, reshard_after_forward))
         self._request(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:

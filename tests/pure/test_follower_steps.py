@@ -252,7 +252,7 @@ KINDS = {
     "over a smaller world": (SMALLER,) * 3,
     "not read in the backward, or staying": (PLAIN, UNREAD, STAYS),
     "steps in the backward, of copies": (PLAIN, COPIED, STEPPED),
-    "in buckets": (SMALL, GroupSpec(nbytes=9 << 20, grad_nbytes=9 << 20, bucket_key=0), SMALL),
+    "in buckets": (SMALL,) * 3,
 }
 """Groups by name."""
 AGREED = {
@@ -289,6 +289,10 @@ MISSING = {
         f"~{STEP}{FORWARD}~others deviates; others need 1; others need 2; {BACKWARD}",
         (SMALLER,) * 3,
     ),
+    "a small one goes with a large one in buckets": (
+        f"~{STEP}{FORWARD}~{BACKWARD}",
+        (SMALL, GroupSpec(nbytes=9 << 20, grad_nbytes=9 << 20, bucket_key=0), SMALL),
+    ),
     "calls on a smaller world": (
         "unshard 0; reshard 0; forward 9; F+ 0; unshard 1; reshard 1; unshard 2; reshard 2; F- 0; end",
         (SMALLER, SMALLER, PLAIN),
@@ -320,7 +324,8 @@ def scenarios():
     for name, script in AGREED.items():
         found[name] = script, (PLAIN,) * 3, Mode.AGREED, ONE_BY_ONE
     for name, (script, specs) in MISSING.items():
-        found[name] = script, specs, Mode.AGREED, ONE_BY_ONE
+        policy = SchedulePolicy() if "in buckets" in name else ONE_BY_ONE
+        found[name] = script, specs, Mode.AGREED, policy
     for name, (script, options) in POLICIES.items():
         found[name] = script, (PLAIN,) * 3, Mode.AGREED, SchedulePolicy(bucket_cap_mb=0, **options)
     return found
@@ -402,4 +407,5 @@ def test_that_nothing_more_is_needed_is_the_largest_word_that_ranks_exchange():
 
 
 if __name__ == "__main__":
+    recorded_schedules.FORGET_AFTER = 2
     TEXT.write_text("\n\n".join(f"# {name}\n{played(*given)}" for name, given in scenarios().items()) + "\n")

@@ -290,7 +290,7 @@ def _unsharded_nbytes(group: ParamGroup) -> int:
 def _resharded(unit: Unit, group: ParamGroup) -> str:
     facts, smaller = unit.runtime.effective(group), group.gatherer.smaller_world
     if smaller is not None:
-        whom = "ranks of the node" if smaller.comm is group.axis.node else "neighbours"
+        whom = "ranks of the node" if smaller.comm in group.axis.hops else "neighbours"
         when = f"after forward to {smaller.comm.world} {whom}, and after backward"
     elif facts.keeps(Phase.FORWARD):
         when = "after backward"
@@ -319,7 +319,7 @@ def _changes(unit: Unit, group: ParamGroup) -> list[str]:
     smaller = group.gatherer.smaller_world
     if facts.reshard_after_forward is not None and smaller is None:
         changed.append(f"reshard_after_forward={facts.reshard_after_forward}, by its caller")
-    if group.axis.node is not None:
+    if group.axis.hops:
         changed.append("gathered between nodes, then inside of each, by fully_shard's shard_over_all")
     elif smaller is not None:
         changed.append(f"reshard_after_forward={smaller.comm.world}, by fully_shard's caller")

@@ -53,11 +53,6 @@ class Axis:
     hops: tuple[Comm, ...] = ()
 
     @cached_property
-    def node(self) -> Comm | None:
-        """The transport inside of this rank's node, where all-gathers over nodes go in two hops."""
-        return self.hops[0] if self.hops else None
-
-    @cached_property
     def world(self) -> int:
         """Number of ranks on the sharded axis."""
         return self.comm.world
@@ -231,8 +226,18 @@ def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[Device
     return concatenated([part for part, _ in parts]), (False, True)
 
 
-def smaller_world(axis: Axis, size: int) -> Comm:
-    """Collectives among ``size`` neighbours on the sharded axis. Every rank of the axis calls it."""
+def smaller_world(axis: Axis, reshards: bool | int | None) -> Comm | None:
+    """The ranks over which shards are kept between forward and backward, where ``reshard_after_forward`` is
+    ``reshards``; None: all of the axis, or nothing is resharded. Every rank of the axis calls it.
+
+    On an axis over nodes it is this rank's node, in which a second all-gather crosses no network. Else
+    ``reshards`` says how many neighbours.
+    """
+    if axis.hops:
+        return None if reshards is False else axis.hops[0]
+    if reshards is None or isinstance(reshards, bool) or reshards in (1, axis.world):
+        return None
+    size = reshards
     ranks = dist.get_process_group_ranks(axis.group)
     start = axis.rank // size * size
     made, key = process_state.made_here().smaller, (axis.group, size)

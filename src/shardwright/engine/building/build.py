@@ -196,11 +196,11 @@ class GroupOptions:
                 f"not {reshard!r}"
             )
 
-    def smaller_world(self, axis: Axis) -> int | None:
-        """The smaller world to reshard to after forward, if there is one. Raises: InputError."""
+    def check_world(self, axis: Axis) -> None:
+        """Raises: InputError for a smaller world to reshard to that the axis doesn't have."""
         size = self.reshard_after_forward
         if size is None or isinstance(size, bool):
-            return None
+            return
         if self.over_all:
             raise InputError(
                 f"reshard_after_forward={size} doesn't go with shard_over_all, which keeps shards over the "
@@ -211,7 +211,6 @@ class GroupOptions:
                 "If passing reshard_after_forward as an int, it should be a factor of "
                 f"{axis.world}, not {size}: the world of the sharded axis is split into equal parts"
             )
-        return size
 
 
 def shard_modules(
@@ -233,8 +232,8 @@ def shard_modules(
     found = find_params(modules, nested, ignored)
     check_shared_flat(found, options.flat)
     splits = {param: _split(fqn, param, sites, axis, options) for param, (fqn, sites) in found.items()}
-    worlds = {split.axis: options.smaller_world(split.axis) for split in splits.values()}
-    options.smaller_world(axis)
+    for each in (axis, *(split.axis for split in splits.values())):
+        options.check_world(each)
     _warn_of_references(modules, {param: fqn for param, (fqn, _) in found.items()})
     # From here on nothing is refused any more.
     leave_out(param for module in modules for param in module.parameters() if id(param) in ignored)
@@ -262,11 +261,13 @@ def shard_modules(
         )
         groups = [members for members in (first, last) if members]
     for place, members in enumerate(groups):
-        axis = members[0].axis
         part = f".{shown_by(members, modules[0]) if members is last else place}" if place else ""
-        group = _make_group(unit.name + part, members, options, worlds[axis])
+        axis, reshards = members[0].axis, options.reshard_after_forward
+        asked = GatherOptions(smaller_world=smaller_world(axis, reshards))
+        group = ParamGroup(unit.name + part, members, axis, options.precision, asked)
         late = Deferred(members) if members is last else None
-        reshards = _reshards(options, worlds[axis], axis)
+        if reshards is not None and not isinstance(reshards, bool):
+            reshards = reshards != 1  # in a world of one all is kept
         if place:
             _add_part(unit, group, late, reshards)
         else:
@@ -336,24 +337,6 @@ def _name_by_path(modules: Sequence[nn.Module]) -> None:
             for group in nested.groups:
                 group.rename("+".join(found) + group.name.removeprefix(nested.name))
             nested.name = "+".join(found)
-
-
-def _reshards(options: GroupOptions, world: int | None, axis: Axis) -> bool | None:
-    """What the scheduler is told; a world of one keeps everything, the whole world keeps nothing."""
-    asked = options.reshard_after_forward
-    return asked if asked is None or isinstance(asked, bool) else world != 1
-
-
-def _make_group(
-    name: str, params: Sequence[ShardedParam], options: GroupOptions, world: int | None
-) -> ParamGroup:
-    axis = params[0].axis
-    asked = GatherOptions()
-    if world is not None and 1 < world < axis.world:
-        asked = GatherOptions(smaller_world=smaller_world(axis, world))
-    elif axis.node is not None and options.reshard_after_forward is not False:
-        asked = GatherOptions(smaller_world=axis.node)
-    return ParamGroup(name, params, axis, options.precision, asked)
 
 
 def _by_axis(params: Sequence[ShardedParam]) -> list[list[ShardedParam]]:
