@@ -223,7 +223,7 @@ NOT_SEEN = {
     "engine/step/batches.py rehearse: reduction.wait()": _ALONE,
     "engine/step/batches.py rehearse: "
     "reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": _ALONE,
-    "engine/step/executor.py Executor._arrive: streams.settle()": (
+    "engine/step/executor.py Executor._finalize: streams.settle()": (
         "the last sums are copied after compute has waited for the backward's gathers, but for one that was "
         "launched ahead for nothing, which is dropped here; another rank may use it, after this one's "
         "backward only of a frozen group, for gradients of its inputs"

@@ -17,47 +17,36 @@ from shardwright.transport.base import Comm, Reduction, Segment, SharedGather, S
 Member = TypeVar("Member")
 
 
-def unshard(groups: Sequence[ParamGroup], smaller: bool) -> None:
+def unshard(groups: Sequence[ParamGroup], smaller: bool, for_others: bool = False) -> None:
     """Issue the all-gathers of groups, one for each transport that they use.
 
-    Those that aren't at rest take part for others, with memory that is dropped. smaller: from the shards that
-    the ranks of the smaller world have kept.
+    Those that aren't at rest take part for others, with memory that is dropped; all of them ``for_others``.
+    smaller: from the shards that the ranks of the smaller world have kept.
     Raises: StageError, before anything was issued (see ``ParamGroup.prepare``); what issuing raises, and then
         the groups that it had not come to are at rest.
     """
-    at_rest = [group for group in groups if group.stage is Stage.SHARDED]
+    at_rest = [group for group in groups if group.stage is Stage.SHARDED and not for_others]
     for group in at_rest:
         group.prepare()
+    segments: dict[ParamGroup, list[Segment]] = {}
     try:
-        _issue(groups, at_rest, smaller)
+        for group in groups:
+            own = group.fill(smaller) if group in at_rest else _fill_discarded(group, smaller)
+            if own is not None:
+                segments[group] = own
+        for comm, members in _by_comm(segments, lambda group: group.gatherer.comm):
+            parts = [part for group in members for part in segments[group]]
+            gather = comm.all_gather(parts, _key("all-gather", members))
+            shared = gather if len(members) == 1 else SharedGather(gather, parts)
+            waiting = [group for group in members if group in at_rest]
+            for group in waiting:
+                group.receive(shared)
+            if not waiting:
+                shared.wait()
     except Exception:
         for group in at_rest:
             group.give_up()
         raise
-
-
-def _issue(groups: Sequence[ParamGroup], at_rest: Sequence[ParamGroup], smaller: bool) -> None:
-    segments: dict[ParamGroup, list[Segment]] = {}
-    for group in groups:
-        own = group.fill(smaller) if group in at_rest else _fill_discarded(group, smaller)
-        if own is not None:
-            segments[group] = own
-    for comm, members in _by_comm(segments, lambda group: group.gatherer.comm):
-        parts = [part for group in members for part in segments[group]]
-        gather = comm.all_gather(parts, _key("all-gather", members))
-        shared = gather if len(members) == 1 else SharedGather(gather, parts)
-        waiting = [group for group in members if group in at_rest]
-        for group in waiting:
-            group.receive(shared)
-        if not waiting:
-            shared.wait()
-
-
-def participate(group: ParamGroup, smaller: bool) -> None:
-    """Take part in a group's all-gather for others, and drop what it brings."""
-    segments = _fill_discarded(group, smaller)
-    if segments is not None:
-        group.gatherer.comm.all_gather(segments, _key("all-gather", [group])).wait()
 
 
 def _fill_discarded(group: ParamGroup, smaller: bool) -> list[Segment] | None:

@@ -62,14 +62,14 @@ class Executor:
         if self.memory.budget is not None:
             self.memory.check_unshard(groups)
         self._compare(group.axis.comm for group in groups)
-        kept_nbytes = _kept_nbytes(groups)
+        kept = [g.held_nbytes for g in groups if action.smaller and g.stage is Stage.SHARDED]
         try:
             batches.unshard(groups, action.smaller)
         finally:
-            self.memory.count(groups, freed_nbytes=kept_nbytes - _kept_nbytes(groups))
+            self.memory.count(groups, freed_nbytes=sum(kept))
 
     def _participate(self, action: Action) -> None:
-        batches.participate(self.table.groups[action.group], action.smaller)
+        batches.unshard([self.table.groups[action.group]], action.smaller, for_others=True)
 
     def _wait(self, action: Action) -> None:
         for index in action.groups:
@@ -138,21 +138,18 @@ class Executor:
             for group in self.table.groups:
                 group.reducer.resolve(mask)
                 mask >>= len(group.params)
-        self._arrive()
-        if action.grads is not None:
-            self._step(Action(ActionKind.STEP, tuple(self.pending_steps)))
-
-    def _arrive(self) -> None:
-        """The host waits for the gradients that were copied to it, once, and adds them to the shards'."""
         for group in self.table.groups:
             if GradPlace.ON_DEVICE in group.reducer.gradients.at:
                 group.reducer.gradients.send()
         awaited = [group for group in self.table.groups if GradPlace.ARRIVING in group.reducer.gradients.at]
+        # The host waits once for all that was copied to it, and not for each group.
         for streams in {group.params[0].split.offload_streams for group in awaited}:
             if streams is not None:
                 streams.settle()
         for group in awaited:
             group.reducer.gradients.arrive()
+        if action.grads is not None:
+            self._step(Action(ActionKind.STEP, tuple(self.pending_steps)))
 
     def land(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for the reductions of groups that are in flight, and give the shards their gradients."""
@@ -274,9 +271,3 @@ class Executor:
         """From here on shards may be written in a way that leaves no mark."""
         for group in self.table.groups:
             group.forget_versions()
-
-
-def _kept_nbytes(groups: Sequence[ParamGroup]) -> int:
-    """Bytes of shards over smaller worlds."""
-    kept = [group.gatherer.smaller_world for group in groups]
-    return sum(smaller.held_nbytes for smaller in kept if smaller is not None)

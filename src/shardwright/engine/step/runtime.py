@@ -272,7 +272,7 @@ class Runtime:
             for watcher in memory.watchers:
                 watcher(event, group, False)
             with beneath_transforms():
-                step = self._follow(follower.on(event))
+                self._follow(follower.on(event), start)
             for watcher in memory.watchers:
                 watcher(event, group, True)
             if kind is EventKind.FORWARD_END:
@@ -281,20 +281,6 @@ class Runtime:
                     self.groups[event.group].show_sharded()
             elif kind in BEGINS:
                 self.groups[event.group].show_unsharded()
-            if len(step.taken) == 1:
-                process_state.recorder.write(
-                    (
-                        CALL,
-                        self.table.labels,
-                        event,
-                        step.taken[0].actions,
-                        start,
-                        clock.perf_counter(),
-                        memory.now_nbytes,
-                    )
-                )
-            else:
-                self._write_down(step, start)
             memory.sample(start, self.groups[0].axis.device)
 
     def end(self, failed: bool = False) -> None:
@@ -312,7 +298,7 @@ class Runtime:
                 process_state.failed(sys.exc_info()[1])
             follower = self._ready_follower()
             with beneath_transforms():
-                step = self._follow(follower.end(failed) if follower.cursors else Step(()))
+                self._follow(follower.end(failed) if follower.cursors else Step(()), start)
                 self.executor.end_phase(run.phase, run.nested)
             if run.phase is not Phase.FORWARD and not run.nested and not failed:
                 self.executor.memory.in_step = False
@@ -321,10 +307,8 @@ class Runtime:
             if failed:
                 if not self._runs:
                     self.executor.reshard_unsharded()
-            elif not run.nested:
-                self._write_down(step, start)
-                if run.phase is Phase.BACKWARD and self.step.is_last_backward:
-                    process_state.recorder.end_backward()
+            elif not run.nested and run.phase is Phase.BACKWARD and self.step.is_last_backward:
+                process_state.recorder.end_backward()
             process_state.recorder.write(
                 (
                     PHASE,
@@ -382,27 +366,31 @@ class Runtime:
         asked = {id(param) for param in params}
         return any(id(param.sharded) in asked for group in self.groups for param in group.params)
 
-    def _follow(self, step: Step) -> Step:
-        """The loop; returns its last step. What fails abandons all phases: the next outermost one starts
-        clean."""
-        do, labels, start = self.executor.do, self.table.labels, clock.perf_counter()
+    def _follow(self, step: Step, began: float = 0.0) -> None:
+        """The loop. What fails abandons all phases: the next outermost one starts clean. began: when that
+        happened what it follows."""
+        do, labels, write = self.executor.do, self.table.labels, process_state.recorder.write
+        end = clock.perf_counter()
         try:
             while True:
                 for action in step.actions:
+                    start = end
                     do[action.kind](action)
                     end = clock.perf_counter()
-                    process_state.recorder.write((ACTION, labels, action, start, end))
-                    start = end
+                    write((ACTION, labels, action, start, end))
                 if step.sync is None:
-                    return step
+                    break
                 assert self._follower is not None
+                start = end
                 step = self._follower.resume(self._consensus.exchange(step.sync))
                 end = clock.perf_counter()
-                process_state.recorder.write((ACTION, labels, None, start, end))
-                start = end
+                write((ACTION, labels, None, start, end))
         except BaseException:
             self._break_off()
             raise
+        for entry in step.taken:  # events that this rank left out were passed in no time of their own
+            until = end if entry is step.taken[-1] else began
+            write((CALL, labels, entry.event, entry.actions, began, until, self.executor.memory.now_nbytes))
 
     def _break_off(self) -> None:
         """An action has failed, or was interrupted: no phase can go on."""
@@ -430,15 +418,6 @@ class Runtime:
         if not self.table.chosen:
             self.table.choose(self.policy)
             self._replan()
-
-    def _write_down(self, step: Step, start: float) -> None:
-        """Into the recorder; events that this rank left out were passed in no time of their own."""
-        held_nbytes, taken = self.executor.memory.now_nbytes, step.taken
-        for entry in taken:
-            end = clock.perf_counter() if entry is taken[-1] else start
-            process_state.recorder.write(
-                (CALL, self.table.labels, entry.event, entry.actions, start, end, held_nbytes)
-            )
 
     def _say_where(self) -> None:
         """Say which phase is running, to the launch log too."""
