@@ -21,8 +21,7 @@ from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import AxisChannel
-from shardwright.transport.launches import LaunchLog
-from shardwright.transport.process import process_state
+from shardwright.transport.process import LaunchLog, process_state
 from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.streams import Streams
 

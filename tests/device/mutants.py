@@ -91,7 +91,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
 ELSEWHERE = {
     "transport/cpu/": "moves bytes of hosts",
     "transport/device_times.py": "takes times, which nothing waits for",
-    "transport/abort.py": "ends connections of hosts",
+    "transport/process.py": "ends connections of hosts",
     "transport/jobstore.py": "asks the store of the job, which is on a host",
     "observe/": "threads of the host that look at other ranks",
     "train/": "processes of the host, and the agreement of ranks before files are written",

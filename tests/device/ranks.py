@@ -23,8 +23,7 @@ from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy
 from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh as meshes
 from shardwright.transport.base import Comm, sum_in_rank_order
-from shardwright.transport.launches import LaunchLog
-from shardwright.transport.process import ProcessState, process_state
+from shardwright.transport.process import LaunchLog, ProcessState, process_state
 from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.streams import Streams
 from shardwright.transport.two_level import TwoLevelComm

@@ -12,7 +12,7 @@ from shardwright.engine.costs import exposed_s
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport import device_times
 from shardwright.transport.base import Segment
-from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.process import Launch, LaunchLog
 from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.recorder import DEVICE, STALL
 from shardwright.transport.streams import Streams

@@ -21,8 +21,7 @@ from shardwright.observe.watch.table import table, tell
 from shardwright.policy import WatchPolicy
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Segment
-from shardwright.transport.launches import LaunchLog
-from shardwright.transport.process import ProcessState
+from shardwright.transport.process import LaunchLog, ProcessState
 from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.streams import Streams
 from tests.device.kernels import Kernels

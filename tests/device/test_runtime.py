@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright import fully_shard
 from shardwright.checkpoint.agree import ranks
 from shardwright.schedule.schedule import Phase
-from shardwright.transport.launches import LaunchLog
+from shardwright.transport.process import LaunchLog
 from shardwright.transport.streams import Streams
 from tests.device import cases, mutants
 from tests.device.cases import KINDS, OTHERS, is_supported, on_cpu, setting

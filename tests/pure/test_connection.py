@@ -13,8 +13,7 @@ from shardwright.transport.cpu.connection import HEAD, NO_RUNS, NOT_CODED, Conne
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import views_of
-from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Launch, LaunchLog, process_state
 from shardwright.transport.recorder import DONE, WAIT
 
 

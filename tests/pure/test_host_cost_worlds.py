@@ -173,7 +173,7 @@ def test_sharding_a_model_asks_the_host_no_more_of_4096_ranks_than_of_64():
             )
 
     sharding(8)  # what is made once, for every model
-    others_come = ("transport/attempt.py", "transport/launches.py")  # once in a process; here they never do
+    others_come = ("transport/attempt.py", "transport/process.py")  # once in a process; here they never do
     grown = differing(sharding(64), sharding(4096))
     assert [each for each in grown if not each.startswith(others_come)] == []
 

@@ -15,7 +15,7 @@ from shardwright.observe.steps.step_memory import levels
 from shardwright.observe.steps.step_page import draw
 from shardwright.observe.watch.process_status import user_line
 from shardwright.schedule.schedule import Action, ActionKind
-from shardwright.transport.launches import Launch
+from shardwright.transport.process import Launch
 from shardwright.transport.recorder import (
     ACTION,
     DEVICE,

@@ -8,9 +8,9 @@ from torch.distributed import HashStore
 
 from shardwright.errors import CommError, ConfigError
 from shardwright.transport import secret
+from shardwright.transport.attempt import Meeting
 from shardwright.transport.cpu.handshake import Place
-from shardwright.transport.launches import LaunchLog
-from shardwright.transport.meeting import Meeting
+from shardwright.transport.process import LaunchLog
 
 SECRET = "0123456789abcdef-of-the-launcher"
 

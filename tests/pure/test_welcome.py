@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from shardwright.transport import welcome
-from shardwright.transport.welcome import met
+from shardwright.transport import attempt as welcome
+from shardwright.transport.attempt import met
 
 ABSENT = ""
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.transport.cpu.zeros import SMALL_NBYTES, filled_runs
+from shardwright.transport.cpu.sockets import SMALL_NBYTES, filled_runs
 
 ROWS, WIDTH = 1000, 257  # no multiple of a block
 

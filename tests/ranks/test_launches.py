@@ -14,9 +14,7 @@ from torch import nn
 
 from shardwright import fully_shard, set_transport
 from shardwright.engine.unit import unit_of
-from shardwright.transport.abort import is_closed
-from shardwright.transport.launches import RING, LaunchLog
-from shardwright.transport.process import process_state
+from shardwright.transport.process import RING, LaunchLog, is_closed, process_state
 from shardwright.transport.streams import Streams
 from tests.pure.test_streams import Device, FakeStream, flat
 from tests.ranks.models import batches, build, fresh_mesh, loss_of, shard_decoder

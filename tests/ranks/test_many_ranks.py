@@ -11,12 +11,11 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from shardwright.errors import CommError
-from shardwright.transport.attempt import join_job
+from shardwright.transport.attempt import Meeting, join_job
 from shardwright.transport.channel import AxisChannel, broadcast, compare
 from shardwright.transport.cpu.peers import open_connections
 from shardwright.transport.cpu.sockets import SocketComm
-from shardwright.transport.launches import LaunchLog
-from shardwright.transport.meeting import Meeting
+from shardwright.transport.process import LaunchLog
 from tests.ranks.pool import free_port, run_ranks
 
 LIMIT_S = 60.0

@@ -22,7 +22,7 @@ from shardwright.engine.building import build as building
 from shardwright.engine.unit import units_in
 from shardwright.policy import OptimizerOffloadPolicy
 from shardwright.transport import mesh as meshes
-from shardwright.transport.launches import LaunchLog
+from shardwright.transport.process import LaunchLog
 from shardwright.transport.process_group import ProcessGroupComm
 from shardwright.transport.streams import Streams
 from tests.pure.test_streams import Device, FakeStream, NoRule1, NoRule2, NoRule4

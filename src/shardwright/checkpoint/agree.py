@@ -29,8 +29,7 @@ from shardwright.checkpoint.storage import Unpublished
 from shardwright.checkpoint.url import location_of
 from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
 from shardwright.transport.attempt import Attempt, new_group, this_attempt
-from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Launch, LaunchLog, process_state
 from shardwright.transport.recorder import LAUNCH, WAIT
 
 T = TypeVar("T")

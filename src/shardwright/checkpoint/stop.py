@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from shardwright.errors import InputError
 from shardwright.transport.attempt import new_group
-from shardwright.transport.launches import LaunchLog
 from shardwright.transport.mesh import TIMEOUT
+from shardwright.transport.process import LaunchLog
 
 
 class StopRequest:

@@ -41,8 +41,7 @@ from shardwright.transport.attempt import join_job
 from shardwright.transport.host_limits import limit_in
 from shardwright.transport.host_memory import anonymous_nbytes, free_nbytes
 from shardwright.transport.jobstore import job_store
-from shardwright.transport.launches import LaunchLog
-from shardwright.transport.process import process_state
+from shardwright.transport.process import LaunchLog, process_state
 
 _MEETING_S = 0.1
 

@@ -3,14 +3,15 @@
 A launcher that starts a job again keeps its store (torchrun's lives in the agent), and with it every key of
 the attempt that failed: its diagnosis, its addresses, what its ranks had announced. No variable of the
 environment tells two attempts apart: agents count restarts each for themselves. So the first rank makes a
-random token, and keys lie under it (``welcome`` is how the others learn it). Nothing here is a collective:
-a rank that never comes keeps nobody waiting for longer than it is asked to.
+random token, and keys lie under it (``answer`` and ``ask`` are how the others learn it). Nothing here is a
+collective: a rank that never comes keeps nobody waiting for longer than it is asked to.
 """
 
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,14 +22,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardwright import clock
-from shardwright.errors import CommError
+from shardwright.errors import CommError, printable
 from shardwright.torch_private import default_store_is, new_group_of, rendezvous_handlers
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.jobstore import job_store
-from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.process import process_is_ours, process_state
-from shardwright.transport.welcome import Round, answer, ask, met
+from shardwright.transport.process import Launch, LaunchLog, process_is_ours, process_state
 
 _NAME = "shardwright/attempt"
 _POLL_S, _POLL_MOST_S = 0.001, 0.02
@@ -37,6 +36,62 @@ _Result = TypeVar("_Result")
 _Found = tuple[Store, int, int]
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _GLOO_LAZY, _GLOO_OVER = "TORCH_GLOO_LAZY_INIT", "GLOO_DEVICE_TRANSPORT"  # variables that torch reads
+_MEETING_POLL_MOST_S = 0.05
+_NO_REASON = " "
+Round = Generator[tuple[str, str | None], str, _Result]
+
+
+# How ranks that use one store come to share a random token: the protocol, step by step, with no store in it.
+#
+# The store may be full of what ranks before have left, and the same ranks meet again and again by the same
+# keys, some already in their next meeting while others are still in the last one. The first rank makes the
+# token; the others learn it by three keys each:
+#
+#     hello/<rank>            the rank's own random number      written by the rank
+#     welcome/<rank>          that number, and the token        written by the first rank
+#     <token>/met/<rank>      that the rank has the token       written by the rank
+#
+# A welcome counts for the number that it repeats, so nobody takes an old one. A rank that has the token is
+# seen to have it before it says its next hello, and the first rank looks for that *after* it has read a
+# hello: so a hello of the next meeting is never answered with the token of the last one. Each looks whether
+# what it wrote still stands, and writes it again where it doesn't: what comes late from a process that has
+# ended does no harm. Processes that have the same rank, and live at the same time, can't be told apart: a
+# launcher ends the ranks of an attempt before it starts those of the next.
+#
+# A round is a generator: it yields a key to be read, with None, and is sent what is there, "" for nothing; or
+# a key to be written, with its value. ``tests/pure/test_welcome.py`` explores all interleavings of them.
+
+
+def answer(rank: int, token: str) -> Round[bool]:
+    """A round of the first rank for one of the others. Returns whether that has the token."""
+    number = yield f"hello/{rank}", None
+    if not number:
+        return False
+    if (yield met(rank, token), None):
+        return True
+    if (yield f"welcome/{rank}", None) != f"{number} {token}":
+        yield f"welcome/{rank}", f"{number} {token}"
+    return False
+
+
+def ask(rank: int, number: str, word: str) -> Round[str]:
+    """A round of a rank but the first. Returns the token, "" where this number isn't welcome yet.
+
+    word: left for all who have the token.
+    """
+    welcomed, _, token = (yield f"welcome/{rank}", None).partition(" ")
+    if welcomed != number:
+        if (yield f"hello/{rank}", None) != number:
+            yield f"hello/{rank}", number
+        return ""
+    while not (yield met(rank, token), None):
+        yield met(rank, token), word
+    return token
+
+
+def met(rank: int, token: str) -> str:
+    """The key by which a rank that has the token is known."""
+    return f"{token}/met/{rank}"
 
 
 class Attempt:
@@ -182,3 +237,77 @@ def _met(attempt: Attempt, timeout: timedelta, what: str) -> Attempt:
             "what the launcher says of them"
         )
     return attempt
+
+
+class Meeting:
+    """The ranks that make one transport: ``rank`` is this one's place among ``world``.
+
+    A few keys of each rank, and no connection between them: how many that takes doesn't grow with the ranks.
+
+        <what>/<place>      left by that rank, or for it
+        <what>/refused      the first reason that a rank gave
+        <what>/came         how many have come
+        <what>/all          they all have
+
+    store: theirs alone. log: of the transport.
+    """
+
+    def __init__(self, store: Store, log: LaunchLog, rank: int, timeout: timedelta) -> None:
+        self.log = log
+        self.rank = rank
+        self.world = len(log.ranks)
+        self.timeout_s = timeout.total_seconds()
+        self._store = store
+
+    def leave(self, what: str, data: str, at: int | None = None) -> None:
+        """Leave something for the others; ``refusal`` follows before they ``read`` it. Or for the one at a
+        place, which takes it by ``own``."""
+        self._store.set(f"{what}/{self.rank if at is None else at}", data)
+
+    def own(self, what: str) -> str:
+        """What another rank leaves for this one, once it is there. Raises: as ``refusal``."""
+        self._wait_for(f"{what}/{self.rank}", what)
+        return self._store.get(f"{what}/{self.rank}").decode()
+
+    def read(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
+        """What these ranks have left, all of which have come. One message, however many there are."""
+        ranks = list(ranks)
+        found = self._store.multi_get([f"{what}/{rank}" for rank in ranks]) if ranks else []
+        return {rank: data.decode() for rank, data in zip(ranks, found, strict=True)}
+
+    def refusal(self, what: str, own: str | None) -> str | None:
+        """Return when all ranks have come here: why one of them refused, None where none did; the same on
+        all.
+
+        own: this rank's reason ("": it has none to tell), None where it doesn't refuse.
+        Raises: CommError where they don't come within the time limit, or the watch found why they can't.
+        """
+        store = self._store
+        if own is not None:
+            store.compare_set(f"{what}/refused", "", own or _NO_REASON)
+        if store.add(f"{what}/came", 1) == self.world:
+            store.set(f"{what}/all", "")
+        self._wait_for(f"{what}/all", what)
+        if not store.check([f"{what}/refused"]):
+            return None
+        return printable(store.get(f"{what}/refused").decode().strip())
+
+    def waiting(self, what: str) -> AbstractContextManager[Any]:
+        """Around a wait for other ranks, which the watch then sees."""
+        return self.log.waiting(
+            Launch(0, f"make a transport ({what})", process_state.phase, process_state.step)
+        )
+
+    def _wait_for(self, key: str, what: str) -> None:
+        began, pause = clock.monotonic(), 0.0005
+        with self.waiting(what):
+            while not self._store.check([key]):
+                process_state.raise_diagnosis()
+                if clock.monotonic() - began > self.timeout_s:
+                    came = self._store.add(f"{what}/came", 0)
+                    raise CommError(
+                        f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {came} of "
+                        f"{self.world} came: look at what the launcher says of the others"
+                    )
+                clock.sleep(pause)
+                pause = min(2 * pause, _MEETING_POLL_MOST_S)

@@ -1,6 +1,7 @@
 """What the rest of the house knows of a transport: the :class:`Comm` protocol and the data it moves."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,7 +13,7 @@ import torch
 from shardwright.schedule.layout import ParamLayout, Spans, align, equal_spans
 from shardwright.torch_private import foreach_add, foreach_add_, foreach_copy_
 from shardwright.transport.cpu.pages import SMALL_NBYTES, pages_of_its_own, take_bytes
-from shardwright.transport.launches import LaunchLog
+from shardwright.transport.process import LaunchLog
 from shardwright.transport.streams import Streams
 
 
@@ -388,34 +389,30 @@ class SharedGather:
 
 
 class SharedReduction:
-    """A reduction (a reduce-scatter, or an all-reduce) of several owners' tensors, one after another."""
+    """One owner's part of a reduction (a reduce-scatter, or an all-reduce) of several owners' tensors.
 
-    def __init__(self, reduction: Reduction) -> None:
-        self._reduction = reduction
-        self._totals: list[torch.Tensor] | None = None
+    totals: all sums, the same list for all owners: empty until the first of them waits. The reduction lives
+        as long as an owner has its part.
+    """
 
-    def parts(self, counts: Sequence[int]) -> "list[_Part]":
-        """Of each owner what it waits for: the next ``count`` sums."""
-        stops = [sum(counts[: i + 1]) for i in range(len(counts))]
-        return [_Part(self, stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
-
-    def wait(self) -> list[torch.Tensor]:
-        """All sums. The reduction lives as long as an owner has its part."""
-        if self._totals is None:
-            self._totals = self._reduction.wait()
-        return self._totals
-
-
-class _Part:
-    """One owner's part of a reduction."""
-
-    def __init__(self, whole: SharedReduction, start: int, stop: int) -> None:
-        self._whole = whole
-        self._start, self._stop = start, stop
+    def __init__(self, reduction: Reduction, place: slice, totals: list[torch.Tensor]) -> None:
+        self._reduction, self._place, self._totals = reduction, place, totals
 
     def wait(self) -> list[torch.Tensor]:
         """See ``Reduction.wait``."""
-        return self._whole.wait()[self._start : self._stop]
+        if not self._totals:
+            self._totals += self._reduction.wait()
+        return self._totals[self._place]
+
+
+def shared(reduction: Reduction, counts: Sequence[int]) -> list[SharedReduction]:
+    """Of each owner what it waits for: the next ``count`` sums."""
+    stops = list(itertools.accumulate(counts))
+    totals: list[torch.Tensor] = []
+    return [
+        SharedReduction(reduction, slice(stop - count, stop), totals)
+        for count, stop in zip(counts, stops, strict=True)
+    ]
 
 
 class Followed:

@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 
 from shardwright import clock
 from shardwright.transport.base import Comm, Gather, Reduction, Segment
-from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Launch, LaunchLog, process_state
 from shardwright.transport.process_group import padded
 from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Streams

@@ -19,8 +19,7 @@ from math import inf
 from typing import Any
 
 from shardwright import clock
-from shardwright.transport.launches import Launch
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Launch, process_state
 from shardwright.transport.recorder import DEVICE, STALL
 
 MOST = 4096

@@ -15,8 +15,7 @@ import torch
 
 from shardwright.columns import in_words
 from shardwright.errors import ConfigError, OutOfMemory
-from shardwright.transport.cpu.libc import LIBC
-from shardwright.transport.cpu.pages import POOL
+from shardwright.transport.cpu.pages import LIBC, POOL
 from shardwright.transport.link import host_free_nbytes
 
 VARIABLE = "SHARDWRIGHT_MEMORY_BUDGET"

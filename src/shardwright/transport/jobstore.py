@@ -21,8 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright import clock
 from shardwright.torch_private import default_store
-from shardwright.transport.launches import Launch, LaunchLog, Wait
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Launch, LaunchLog, Wait, process_state
 
 _POLL_S = 0.02  # between two looks at a key that isn't there yet
 _LOOK_S = 0.05  # how often who waits looks what the watch has found

@@ -21,12 +21,10 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwright.errors import InputError, warn
 from shardwright.policy import DataParallelMeshDims
 from shardwright.torch_private import backend_names, check_order, concatenated, flattened, timeouts
-from shardwright.transport.attempt import join_job, keys_of, new_group
+from shardwright.transport.attempt import Meeting, join_job, keys_of, new_group
 from shardwright.transport.base import Comm
 from shardwright.transport.host_limits import host_limits_told
-from shardwright.transport.launches import LaunchLog
-from shardwright.transport.meeting import Meeting
-from shardwright.transport.process import process_state
+from shardwright.transport.process import LaunchLog, process_state
 
 logger = logging.getLogger(__name__)
 

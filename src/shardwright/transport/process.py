@@ -1,23 +1,49 @@
-"""What this process has made and knows of itself, in one object; and the switch for what is done to it."""
+"""This process as its transports and its watch see it: what it has made and launched, and what it waits for.
 
+Every transport has a :class:`LaunchLog`: a ring of its last launches, numbered the same on all its ranks.
+What a thread waits for, since when, stands in ``process_state``, together with the phase that the runtime is
+in. Writing it down costs under a microsecond; making sense of it is the watch's work (``observe/``), which
+also leaves its diagnosis there: whoever waits or launches next raises it.
+"""
+
+import contextlib
+import datetime
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import clock
-from shardwright.errors import InputError
-from shardwright.transport.recorder import SPAN, Recorder
+from shardwright.errors import CheckpointError, CommError, InputError
+from shardwright.transport.recorder import LAUNCH, SPAN, WAIT, Recorder
 
-VARIABLE = "SHARDWRIGHT_PROCESS"
-"""``off`` leaves the process alone, in programs that don't call ``set_process``; ``on`` and "" do not."""
+RING = 64
+"""Launches of a transport that are remembered: more than any schedule has between two waits."""
+
+
+class Launch(NamedTuple):
+    """One collective: its number on the transport (from 1), operation and group, phase and pass."""
+
+    number: int
+    key: str
+    phase: str
+    step: int
+
+
+class Wait(NamedTuple):
+    """What a thread waits for, since when (``clock.monotonic``)."""
+
+    log: "LaunchLog"
+    launch: Launch
+    since_s: float
 
 
 class Made:
@@ -59,8 +85,8 @@ class ProcessState:
         self.phase = ""
         self.step = 0
         self.progress = ""
-        self.waits: dict[int, Any] = {}
-        self._logs: list[ref[Any]] = []
+        self.waits: dict[int, Wait] = {}
+        self._logs: list[ref[LaunchLog]] = []
         self.moved_s = clock.monotonic()
         self.caught = ("", 0)
         self.diagnosis: Exception | None = None
@@ -82,11 +108,11 @@ class ProcessState:
         self.swapping = threading.Lock()  # of the store that torch takes for the default group's
 
     @property
-    def logs(self) -> list[Any]:
+    def logs(self) -> list["LaunchLog"]:
         """Of all transports that are alive; any thread may ask."""
         return [log for made in tuple(self._logs) if (log := made()) is not None]
 
-    def add(self, log: Any) -> None:
+    def add(self, log: "LaunchLog") -> None:
         """Remember a transport's log for as long as the transport lives."""
         self._logs = [made for made in self._logs if made() is not None] + [ref(log)]
 
@@ -128,6 +154,202 @@ process_state = ProcessState()
 # All that a rank knows hangs here, so that a simulation can have one for each of its ranks, and put the
 # attributes of whichever runs in place. Elsewhere is only what belongs to the real process: its memory
 # (`cpu/pages.py`) and the kernel's counters of its threads (`thread_use.py`).
+
+
+class LaunchLog:
+    """The launches of one transport.
+
+    name: the same on all its ranks. ranks: of the default process group, in the transport's order.
+    operations: of c10d that launches became, where the transport says so (``became``).
+    ended: places on the transport of those whose connection to this one is closed. broken: why nothing can
+    be launched any more; "" while it can. in_memory: it moves bytes in memory that its ranks share.
+    """
+
+    def __init__(self, ranks: Sequence[int], kind: str = "") -> None:
+        self.ranks = tuple(ranks)
+        self.ended: set[int] = set()
+        self.broken = ""
+        self.in_memory = False
+        self._groups: list[ref[ProcessGroup]] = []
+        # Ranks make the transports of one set of ranks in one order, so counting gives each the same name on
+        # all.
+        process_state.num_logs[self.ranks, kind] += 1
+        self.name = f"{kind}{process_state.num_logs[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
+        self.ring: deque[Launch] = deque(maxlen=RING)
+        self.operations = 0
+        self._of_caller: LaunchLog | None = None
+        self._of_operations: deque[Launch] = deque(maxlen=2 * RING)
+        process_state.add(self)
+
+    @property
+    def of_caller(self) -> "LaunchLog":
+        """Of the caller's own collectives among the same ranks: transports count on the numbers of theirs."""
+        if self._of_caller is None:
+            self._of_caller = LaunchLog(self.ranks, "custom ")
+        return self._of_caller
+
+    @property
+    def launched(self) -> int:
+        """How many there were: one number, since an interrupt may come between two."""
+        return self.ring[-1].number if self.ring else 0
+
+    def travels_on(self, group: ProcessGroup) -> None:
+        """From now on its messages go over ``group``, too."""
+        self._groups.append(ref(group))
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups that its messages travel on, to be closed when something is wrong for good.
+
+        Not held: threads of transports know the log, and a group whose last owner is a thread that Python
+        stops as it ends takes the process down ("terminate called without an active exception").
+        """
+        return [group for made in self._groups if (group := made()) is not None]
+
+    def launch(self, key: str) -> Launch:
+        """Write down one more collective. Raises: the watch's diagnosis, where there is one; CommError where
+        one before it was left half done."""
+        if process_state.diagnosis is not None:
+            process_state.raise_diagnosis()
+        if self.broken:
+            raise CommError(self.broken)
+        launch = Launch(self.launched + 1, key, process_state.phase, process_state.step)
+        self.ring.append(launch)
+        process_state.recorder.write((LAUNCH, self.name, launch, clock.perf_counter()))
+        return launch
+
+    def beginning(self, rank: int, on_break: Callable[[str], None] | None = None) -> "_Beginning":
+        """A block in which this rank, whose place is ``rank``, launches and begins a collective. An exception
+        that leaves it half done (Ctrl-C) breaks the transport, since this rank's collectives don't match the
+        others' from there on; ``on_break`` is told why, for the others to hear."""
+        return _Beginning(self, rank, on_break)
+
+    def became(self, launch: Launch) -> None:
+        """``launch`` has become one more operation of c10d, on the transport's one process group. That has no
+        others, so torch's flight recorder has given it the number ``operations``."""
+        self.operations += 1
+        self._of_operations.append(launch)
+
+    def launch_of(self, operation: int) -> Launch | None:
+        """What became the operation of that number, from 1; None where that isn't known any more, or yet."""
+        of = tuple(self._of_operations)
+        index = operation - 1 - (self.operations - len(of))
+        return of[index] if 0 <= index < len(of) else None
+
+    def waiting(self, launch: Launch) -> "_Waiting":
+        """A block in which this thread waits for the others in ``launch``.
+
+        A RuntimeError that leaves it (a closed connection, a peer that is elsewhere) is replaced by the
+        watch's diagnosis, where the watch is on and finds one.
+        """
+        return _Waiting(Wait(self, launch, clock.monotonic()))
+
+
+class _Beginning:
+    """See ``LaunchLog.beginning``."""
+
+    __slots__ = ("_before", "_log", "_on_break", "_rank")
+
+    def __init__(self, log: LaunchLog, rank: int, on_break: Callable[[str], None] | None) -> None:
+        self._log, self._rank, self._on_break, self._before = log, rank, on_break, log.launched
+
+    def __enter__(self) -> None:
+        """Nothing has begun."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        log = self._log
+        if kind is not None and log.launched != self._before and len(log.ranks) > 1:
+            log.broken = (
+                f"rank {log.ranks[self._rank]} was interrupted ({kind.__name__}) as it began "
+                f"{log.ring[-1].key!r} (number {log.launched} of this mesh), so that its collectives don't "
+                "match the other ranks' any more: end the job, and continue from its last checkpoint"
+            )
+            if self._on_break is not None:
+                self._on_break(log.broken)
+
+
+class _Waiting:
+    """See ``LaunchLog.waiting``. Waits don't nest within a thread."""
+
+    __slots__ = ("_link", "_since", "_start", "_thread", "_wait")
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+        self._thread = threading.get_ident()
+        self._link: tuple[int, ...] = ()
+
+    def only(self, source: int, to: int) -> None:
+        """From now on only one message is waited for, from ``source`` to ``to``: places on the transport."""
+        ranks = self._wait.log.ranks
+        self._link, self._since = (ranks[source], ranks[to]), clock.perf_counter()
+
+    def __enter__(self) -> "_Waiting":
+        process_state.waits[self._thread] = self._wait
+        self._start, recorder = clock.perf_counter(), process_state.recorder
+        if self._start > recorder.look_s and self._thread == process_state.thread:
+            recorder.look(self._start)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        wait, recorder = self._wait, process_state.recorder
+        if (end := clock.perf_counter()) > recorder.look_s and self._thread == process_state.thread:
+            recorder.look(end)
+        link_s = end - self._since if self._link else 0.0
+        recorder.write((WAIT, wait.log.name, wait.launch, self._thread, self._start, end, self._link, link_s))
+        try:
+            explained = isinstance(error, CheckpointError) or error is process_state.diagnosis
+            if isinstance(error, RuntimeError) and not explained:
+                process_state.raise_diagnosis()
+                better = error if process_state.explain is None else process_state.explain(error)
+                if better is not error:
+                    raise better from None  # it says more than what this transport saw
+        finally:
+            process_state.waits.pop(self._thread, None)
+
+
+# ---- ends waits of this process, and sees that of a peer
+
+_TAG = 1 << 30  # above those of our transports (30 bits): nobody ever sends or receives with it
+_MESSAGE = torch.zeros(1, device="cpu")  # there for as long as it may be sent: as long as the process
+
+
+# A thread that waits in Gloo can't be interrupted, and Gloo's ``abort`` frees nobody (torch 2.13). What does:
+# a receive whose time limit passes closes all connections of its group, on this rank and so at its
+# neighbours; every wait in that group ends with an error at once, and other groups live on.
+def close(group: ProcessGroup) -> None:
+    """End every wait of this rank in a group, now and later, with an error. Not a collective; any thread."""
+    if group.size() == 1:
+        return
+    if group.name() == "nccl":
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+        return
+    for shift in range(1, group.size()):  # a peer that has closed its end tells at once, and closes only that
+        with contextlib.suppress(RuntimeError):  # the time limit, or a connection that is closed already
+            peer = (group.rank() + shift) % group.size()
+            group.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(datetime.timedelta(milliseconds=1))
+
+
+def is_closed(group: ProcessGroup, peer: int) -> bool:
+    """Whether the connection to a peer (its rank in the group) is known to be closed.
+
+    A message of one element that nobody receives: it can only be queued where the connection stands. Never
+    with a time limit, which would close the group.
+    """
+    if group.name() == "nccl":
+        return False
+    try:
+        # The last one is held. Gloo lets go of the one before it.
+        process_state.probes.setdefault(group, {})[peer] = group.send([_MESSAGE], peer, _TAG + 1)
+    except RuntimeError:
+        return True
+    return False
+
+
+# ---- the one switch for what is done to this process, and blocks of its training thread
+
+VARIABLE = "SHARDWRIGHT_PROCESS"
+"""``off`` leaves the process alone, in programs that don't call ``set_process``; ``on`` and "" do not."""
 
 
 def set_process(on: bool) -> None:

@@ -33,11 +33,9 @@ from shardwright.torch_private import (
     reduce_scatter_coalesced_of,
     reduce_scatter_of,
 )
-from shardwright.transport.abort import close
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.collect import collect
-from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Launch, LaunchLog, close, process_state
 from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Due, Streams
 

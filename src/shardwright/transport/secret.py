@@ -12,7 +12,7 @@ import os
 import secrets
 
 from shardwright.errors import CommError, ConfigError
-from shardwright.transport.meeting import Meeting
+from shardwright.transport.attempt import Meeting
 
 VARIABLE = "SHARDWRIGHT_SECRET"
 _LEAST = 16

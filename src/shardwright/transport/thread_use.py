@@ -44,22 +44,6 @@ class _Schedstat(threading.local):
             self.file = None
 
 
-class _Quota:
-    """The counters of the cgroups that this process is in, and what they came to when last read."""
-
-    def __init__(self) -> None:
-        self._files = [file.open("rb", buffering=0) for file in _counters()]
-        self._read_s = self._queued_s = self.throttled_s = 0.0
-
-    def look(self, queued_s: float) -> float:
-        """Seconds throttled; read anew where it is due."""
-        now = clock.monotonic()
-        if self._files and (queued_s - self._queued_s > _QUEUED_S or now - self._read_s > _QUOTA_S):
-            self._read_s, self._queued_s = now, queued_s
-            self.throttled_s = sum(map(_throttled_s, self._files))
-        return self.throttled_s
-
-
 def waited_for_core() -> tuple[float, float] | None:
     """Seconds of the calling thread on a core, and in line for one; None where nobody counts them."""
     if _own.schedstat.file is None:
@@ -74,24 +58,28 @@ def thread_use() -> ThreadUse | None:
     if counted is None:
         return None
     ran_s, queued_s = clock.thread_time(), counted[1]  # the kernel's own count of ran_s is a tick behind
-    faults = getrusage(RUSAGE_THREAD).ru_majflt
-    return ThreadUse(
-        threading.get_ident(), ran_s, queued_s, faults, clock.process_time() - ran_s, _own.quota(queued_s)
-    )
+    faults, throttled_s = getrusage(RUSAGE_THREAD).ru_majflt, _own.throttled_s(queued_s)
+    others_s = clock.process_time() - ran_s
+    return ThreadUse(threading.get_ident(), ran_s, queued_s, faults, others_s, throttled_s)
 
 
 class _Own:
-    """What this process has open; a fork opens its own."""
+    """What this process has open, and what the counters of its cgroups came to when they were last read."""
 
     def __init__(self) -> None:
         self.schedstat = _Schedstat()
-        self._quota: _Quota | None = None
+        self._files: list[FileIO] | None = None
+        self._read_s = self._queued_s = self._throttled_s = 0.0
 
-    def quota(self, queued_s: float) -> float:
-        """See ``_Quota.look``."""
-        if self._quota is None:
-            self._quota = _Quota()
-        return self._quota.look(queued_s)
+    def throttled_s(self, queued_s: float) -> float:
+        """Seconds throttled; read anew where it is due."""
+        if self._files is None:
+            self._files = [file.open("rb", buffering=0) for file in _counters()]
+        now = clock.monotonic()
+        if self._files and (queued_s - self._queued_s > _QUEUED_S or now - self._read_s > _QUOTA_S):
+            self._read_s, self._queued_s = now, queued_s
+            self._throttled_s = sum(map(_throttled_s, self._files))
+        return self._throttled_s
 
 
 def _counters() -> Iterator[Path]:
@@ -133,6 +121,7 @@ def _throttled_s(file: FileIO) -> float:
     return 0.0
 
 
+# Of the real process, whichever rank it plays: not in ``process_state``. A fork opens its own.
 _own = _Own()
 
 

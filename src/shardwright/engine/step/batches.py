@@ -12,7 +12,7 @@ from shardwright.engine.groups.reducer import Grads, Reducer
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.base import Comm, Reduction, Segment, SharedGather, SharedReduction
+from shardwright.transport.base import Comm, Reduction, Segment, SharedGather, shared
 
 Member = TypeVar("Member")
 
@@ -135,8 +135,8 @@ def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
         inputs = [reducer.inputs(grads[reducer]) for reducer in members]
         segments = [segment for own, *_ in inputs for segment in own]
         dtypes = [dtype for _, own, _ in inputs for dtype in own]
-        whole = SharedReduction(comm.reduce_scatter(segments, dtypes, _key("reduce-scatter", members)))
-        parts = whole.parts([len(own) for own, *_ in inputs])
+        whole = comm.reduce_scatter(segments, dtypes, _key("reduce-scatter", members))
+        parts = shared(whole, [len(own) for own, *_ in inputs])
         for reducer, part, (*_, together) in zip(members, parts, inputs, strict=True):
             flying.append((reducer, separated(part, together, grads[reducer])))
     return flying
@@ -147,8 +147,8 @@ def all_reduce(reducers: Sequence[Reducer]) -> None:
     due = [reducer for reducer in reducers if reducer.due]
     for comm, members in _by_comm(due, lambda reducer: reducer.copies):
         values = [total for reducer in members for total in reducer.due.values()]
-        whole = SharedReduction(comm.all_reduce(values, _key("all-reduce", members)))
-        parts = whole.parts([len(reducer.due) for reducer in members])
+        whole = comm.all_reduce(values, _key("all-reduce", members))
+        parts = shared(whole, [len(reducer.due) for reducer in members])
         for reducer, part in zip(members, parts, strict=True):
             reducer.send_copies(part)
 

@@ -15,8 +15,7 @@ from shardwright import clock
 from shardwright.observe.steps.rings import CoreUse, Record, RecordedStep, Ring
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase
 from shardwright.transport.device_times import read_device_times
-from shardwright.transport.launches import Launch
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Launch, process_state
 from shardwright.transport.recorder import (
     ACTION,
     CALL,

@@ -5,7 +5,7 @@ import threading
 from shardwright import clock
 from shardwright.observe.watch.findings import Diagnosis, Findings
 from shardwright.observe.watch.flight_recorder import InFlight
-from shardwright.transport.launches import Wait
+from shardwright.transport.process import Wait
 
 _LONGEST_PAUSE_S = 5.0
 _QUIET_S = 60.0  # between two lines of the log, unless the waits get much longer

@@ -11,8 +11,7 @@ from shardwright import clock
 from shardwright.observe.watch.process_status import ProcessStatus
 from shardwright.observe.watch.requests import Requests
 from shardwright.torch_private import process_groups
-from shardwright.transport.abort import close
-from shardwright.transport.process import process_state
+from shardwright.transport.process import close, process_state
 
 HELD = 74
 """The exit code of a rank whose training thread is held in native code, by ranks that will never come."""

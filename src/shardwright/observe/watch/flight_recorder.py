@@ -21,8 +21,7 @@ import torch.distributed as dist
 from shardwright import clock
 from shardwright.observe.watch.findings import Launched
 from shardwright.torch_private import flight_records, process_groups
-from shardwright.transport.launches import RING, LaunchLog
-from shardwright.transport.process import process_state
+from shardwright.transport.process import RING, LaunchLog, process_state
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from shardwright import clock
 from shardwright.observe.watch.findings import Answer, Launched, Status, Waits
 from shardwright.observe.watch.flight_recorder import FlightRecorder, InFlight
 from shardwright.transport.host_memory import resident_nbytes
-from shardwright.transport.launches import Wait
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Wait, process_state
 from shardwright.transport.recorder import LINE
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep

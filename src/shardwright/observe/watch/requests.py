@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from shardwright.transport.cpu.libc import LIBC
+from shardwright.transport.cpu.pages import LIBC
 from shardwright.transport.process import process_state
 
 SIGNAL: Any = getattr(signal, "SIGUSR1", None)

@@ -33,7 +33,7 @@ from shardwright.observe.watch.waits import STEPS, OwnWaits, WaitChange
 from shardwright.policy import WatchPolicy
 from shardwright.transport.attempt import Attempt
 from shardwright.transport.jobstore import JobStore, StoreSilent, hasty
-from shardwright.transport.process import process_state
+from shardwright.transport.process import is_closed, process_state
 
 logger = logging.getLogger(__name__)
 
@@ -219,8 +219,6 @@ class Watch:
         """Whether a connection to a rank that doesn't answer is closed."""
         for log in process_state.logs:
             if rank in log.ranks:
-                from shardwright.transport.abort import is_closed  # noqa: PLC0415 missing ranks
-
                 place = log.ranks.index(rank)
                 if place in log.ended or any(is_closed(group, place) for group in log.groups[:1]):
                     return True

@@ -23,21 +23,18 @@ import os
 import platform
 import select
 import weakref
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.schedule.layout import align
-from shardwright.transport.cpu.libc import LIBC
-from shardwright.transport.launches import Launch, LaunchLog
+from shardwright.transport.cpu.pages import LIBC
 from shardwright.transport.liveness import boot_id
-from shardwright.transport.process import process_state
-from shardwright.transport.recorder import DONE
+from shardwright.transport.process import Launch, LaunchLog, process_state
 
 # Linux' futexes, which Python lacks, put a process to sleep until a word in shared memory changes. Only for
 # x86-64, as shared memory is.
@@ -110,8 +107,8 @@ class MemorySegment:
     def __init__(self, fd: int, world: int) -> None:
         self._map = mmap.mmap(fd, RESERVED_NBYTES, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._view = memoryview(self._map)
-        self._words = self._view[: header_nbytes(world)].cast("q")
+        self.view = memoryview(self._map)
+        self._words = self.view[: header_nbytes(world)].cast("q")
         self._reads = NUM_RECORDS * _RECORD_NBYTES // 8
         self._address = self.bytes.data_ptr()
 
@@ -136,24 +133,12 @@ class MemorySegment:
         """Whether the operation has been announced."""
         return self._words[number % NUM_RECORDS * _RECORD_NBYTES // 8] == number
 
-    def key(self, number: int) -> str:
-        """The key of an announced operation."""
+    def record(self, number: int) -> tuple[str, slice]:
+        """The key of an announced operation, and where its bytes are."""
         place = number % NUM_RECORDS * _RECORD_NBYTES
-        return self._map[place + 32 : place + _RECORD_NBYTES].rstrip(b"\0").decode(errors="replace")
-
-    def span(self, number: int) -> slice:
-        """Where the bytes of an announced operation are."""
-        place = number % NUM_RECORDS * _RECORD_NBYTES // 8
-        offset = self._words[place + 1]
-        return slice(offset, offset + self._words[place + 2])
-
-    def write_words(self, offset: int, words: Sequence[int]) -> None:
-        """Fill the bytes from ``offset`` on with int64."""
-        self._view[offset : offset + 8 * len(words)] = array("q", words).tobytes()
-
-    def words(self, number: int) -> list[int]:
-        """The int64 of an announced operation."""
-        return self._view[self.span(number)].cast("q").tolist()
+        key = self._map[place + 32 : place + _RECORD_NBYTES].rstrip(b"\0").decode(errors="replace")
+        offset = self._words[place // 8 + 1]
+        return key, slice(offset, offset + self._words[place // 8 + 2])
 
     def mark_read(self, owner: int, number: int) -> None:
         """Say (in one's own segment) that ``owner``'s operation has been read."""
@@ -175,18 +160,12 @@ def this_host(fd: int) -> Host:
     return Host(platform.machine(), boot_id(), pids, network, os.getpid(), fd)
 
 
-class Operation(Protocol):
-    """What a rank does with the peers' bytes of an operation."""
-
-    def complete(self) -> None:
-        """Do it now, if it isn't done, and give the bytes back."""
-        ...
-
-
 class Arena:
     """All ranks' segments, as one of them sees them. Operations are numbered from 1, the same on all ranks.
 
-    log: where operations are written down when published.
+    log: where operations are written down when published. own: this rank's segment.
+    open: operations that are to read the peers' bytes; their ``complete`` does at the latest when their
+        record is needed, and gives the bytes back.
     """
 
     def __init__(
@@ -196,64 +175,37 @@ class Arena:
         self._pids = pids
         self.log = log
         log.in_memory = True
-        self._segments = segments
+        self.segments, self.own = segments, segments[rank]
+        self._others = [(peer, each) for peer, each in enumerate(segments) if peer != rank]
+        self._first = header_nbytes(len(segments))
         self._timeout_s = timeout_s
         self._announced = 0
         self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
-        self._open: weakref.WeakValueDictionary[int, Operation] = weakref.WeakValueDictionary()
+        self.open: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._ends = [os.pidfd_open(pid) for pid in pids]
         weakref.finalize(self, _close_all, self._ends).atexit = False
 
-    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
-        """Every rank's ``words`` (int64, as many on each), in rank order: an operation of its own.
-
-        Raises: as ``read``.
-        """
-        try:
-            number, span = self._reserve(8 * len(words))
-            self._segments[self.rank].write_words(span.start, words)
-            launch = self.log.launch(key)
-            self.announce(launch, 8 * len(words))
-        except BaseException:
-            self.break_off()
-            raise
-        rows = []
-        for peer, segment in enumerate(self._segments):
-            if peer != self.rank:
-                self._await(peer, launch)
-                rows.append(segment.words(number))
-                self.done(peer, number)
-            else:
-                rows.append(list(words))
-        process_state.recorder.write((DONE, self.log.name, number, clock.perf_counter(), True))
-        return rows
-
-    def reserve(self, nbytes: int) -> torch.Tensor:
-        """The bytes of the own segment that the next launch of the log may fill; then ``announce``.
+    def reserve(self, nbytes: int) -> int:
+        """Where in the own segment the next launch of the log may put so many bytes; then ``announce``.
 
         Raises: CommError where a peer has not read the operation of 256 ago within the timeout.
         """
-        return self._segments[self.rank].bytes[self._reserve(nbytes)[1]]
-
-    def _reserve(self, nbytes: int) -> tuple[int, slice]:
         number = self.log.launched + 1
         oldest = number - NUM_RECORDS
         # An unshard that nobody waited for, say: every rank has come to this operation, and none goes beyond
         # it before all have read that one. Or one that was interrupted.
-        if (forgotten := self._open.pop(oldest, None)) is not None:
+        if (forgotten := self.open.pop(oldest, None)) is not None:
             forgotten.complete()
-        for peer in range(len(self._segments)) if oldest > 0 else ():
-            self.done(peer, oldest)
+        for peer in range(len(self.segments)) if oldest > 0 else ():
+            self.own.mark_read(peer, oldest)
         if oldest in self._held:
             launch = Launch(oldest, f"operation {oldest}", process_state.phase, process_state.step)
-            for peer, segment in enumerate(self._segments):
-                if peer != self.rank:
-                    read = functools.partial(segment.has_read, self.rank, oldest)
-                    self._until(peer, read, lambda: clock.sleep(1e-3), launch)
-        self._free_read()
+            for peer, segment in self._others:
+                read = functools.partial(segment.has_read, self.rank, oldest)
+                self._until(peer, read, lambda: clock.sleep(1e-3), launch)
         offset = self._first_fit(nbytes)
         self._held[number] = (offset, offset + align(nbytes))
-        return number, slice(offset, offset + nbytes)
+        return offset
 
     def break_off(self) -> None:
         """An exception (Ctrl-C) came before an operation was announced: where it was launched announce that,
@@ -267,26 +219,19 @@ class Arena:
     def announce(self, launch: Launch, nbytes: int) -> None:
         """The bytes of an operation are in place: peers may read them."""
         offset = self._held[launch.number][0]
-        self._segments[self.rank].write_record(launch.number, offset, nbytes, launch.key)
+        self.own.write_record(launch.number, offset, nbytes, launch.key)
         self._announced = launch.number
 
-    def read(self, peer: int, launch: Launch) -> torch.Tensor:
-        """``peer``'s bytes of an operation, once they are there. ``done`` gives them back.
+    def find(self, peer: int, launch: Launch) -> slice:
+        """Where ``peer``'s bytes of an operation are, once they are there. ``own.mark_read`` gives them back.
 
         Raises: CommError where the peer is in another operation, has ended, or doesn't come in time; the
             watch's diagnosis, where there is one.
         """
-        self._await(peer, launch)
-        segment = self._segments[peer]
-        return segment.bytes[segment.span(launch.number)]
-
-    def _await(self, peer: int, launch: Launch) -> None:
-        """Until ``peer`` has announced the operation, and it is the same."""
-        number, key = launch.number, launch.key
-        segment = self._segments[peer]
+        number, key, segment = launch.number, launch.key, self.segments[peer]
         if not segment.has(number):
             self._until(peer, lambda: segment.has(number), lambda: segment.sleep(number, _LOOK_S), launch)
-        theirs = self._segments[peer].key(number)
+        theirs, span = segment.record(number)
         if theirs != key[:_KEY_NBYTES]:
             with self.log.waiting(launch):
                 raise CommError(
@@ -294,23 +239,15 @@ class Arena:
                     f"{self.log.ranks[self.rank]} is in {key!r}, rank {self.log.ranks[peer]} in {theirs!r}. "
                     "Every rank must run the same modules in the same order"
                 )
-
-    def opened(self, number: int, operation: Operation) -> None:
-        """``operation`` is going to read the peers' bytes, at the latest when its record is needed."""
-        self._open[number] = operation
-
-    def done(self, peer: int, number: int) -> None:
-        """The peer may write over its bytes of an operation."""
-        self._segments[self.rank].mark_read(peer, number)
-
-    def _free_read(self) -> None:
-        peers = [peer for peer in range(len(self._segments)) if peer != self.rank]
-        for number in tuple(self._held):
-            if all(self._segments[peer].has_read(self.rank, number) for peer in peers):
-                del self._held[number]
+        return span
 
     def _first_fit(self, nbytes: int) -> int:
-        offset = header_nbytes(len(self._segments))
+        """The first place that is free, once all that has been read by everybody is."""
+        for number in tuple(self._held):
+            if all(segment.has_read(self.rank, number) for _, segment in self._others):
+                del self._held[number]
+        # Low places first: they were written before, so that a steady state touches no fresh page.
+        offset = self._first
         for start, end in sorted(self._held.values()):
             if start - offset >= align(nbytes):
                 break
@@ -339,17 +276,14 @@ class Arena:
                 if now - checked > _LOOK_S:
                     checked = now
                     process_state.raise_diagnosis()
-                    self._check_alive(peer, launch.key)
-                    self._check_time(peer, launch.key, now - start)
+                    self._check(peer, launch.key, now - start)
 
-    def _check_alive(self, peer: int, what: str) -> None:
+    def _check(self, peer: int, what: str, waited_s: float) -> None:
         if select.select([self._ends[peer]], [], [], 0)[0]:
             raise CommError(
                 f"rank {self.log.ranks[peer]} (pid {self._pids[peer]}) has ended while rank "
                 f"{self.log.ranks[self.rank]} waited for it in {what!r}; its own error says why"
             )
-
-    def _check_time(self, peer: int, what: str, waited_s: float) -> None:
         if waited_s > self._timeout_s:
             raise CommError(
                 f"rank {self.log.ranks[self.rank]} waited {self._timeout_s:.0f} s for rank "

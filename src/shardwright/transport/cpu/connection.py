@@ -6,7 +6,7 @@
 A message is all that one collective has for one peer: a head (number and key of the collective, bytes) and
 the parts one after another, gathered and scattered by the kernel. So nothing is packed, and ranks that are
 in different collectives find out from the head, before any byte is put in a wrong place. Where much of it is
-zeros (``transport/cpu/zeros.py``), a table of runs follows the head, and of the parts only these. A coded
+zeros (``sockets.filled_runs``), a table of runs follows the head, and of the parts only these. A coded
 message (``transport/cpu/coder.py``) has the code in place of the parts; it is queued before it is there, so
 that messages keep their order, and decoded by a thread of its own.
 

@@ -15,9 +15,12 @@ import weakref
 
 import torch
 
-from shardwright.transport.cpu.libc import LIBC
 from shardwright.transport.process import process_is_ours
 
+try:
+    LIBC: ctypes.CDLL | None = ctypes.CDLL(None, use_errno=True)  # for calls that Python lacks
+except TypeError:  # Windows has no such thing
+    LIBC = None
 HUGE_PAGE_NBYTES = 2 << 20
 SMALL_NBYTES = 128 << 10  # below, malloc keeps memory by itself
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
@@ -122,6 +125,7 @@ class Pool:
         return block
 
 
+# Memory is the real process', of however many ranks it plays the part: not in ``process_state``.
 POOL = Pool()
 
 

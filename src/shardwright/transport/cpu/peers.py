@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.files import said
+from shardwright.transport.attempt import Meeting
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.handshake import GATHERS, KINDS, REDUCTIONS, Caller, Place, call, listen
 from shardwright.transport.cpu.transfer import Endpoint
-from shardwright.transport.meeting import Meeting
 from shardwright.transport.process import process_state
 from shardwright.transport.secret import KeyAgreement
 

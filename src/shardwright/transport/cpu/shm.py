@@ -9,6 +9,7 @@ every peer has read them, so no rank waits for another to write.
 
 import json
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -18,11 +19,10 @@ import torch
 from shardwright import clock
 from shardwright.files import said
 from shardwright.schedule.layout import pack
+from shardwright.transport.attempt import Meeting
 from shardwright.transport.base import Comm, Segment, join, pieces, spread, sums_in_rank_order, whole_place
 from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
-from shardwright.transport.launches import Launch
-from shardwright.transport.meeting import Meeting
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Launch, process_state
 from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Streams
 
@@ -136,7 +136,7 @@ class ShmComm(Comm):
         start = clock.perf_counter()
         launch = self._publish([segment.part_bytes(self.rank) for segment in segments], key)
         self.spent(start)
-        return _ShmGather(self, segments, launch)
+        return _ShmGather(self, launch, segments)
 
     def reduce_scatter(
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
@@ -146,7 +146,7 @@ class ShmComm(Comm):
         parts = [segment.part_bytes(r) for r in range(self.world) if r != self.rank for segment in segments]
         launch = self._publish(parts, key)
         self.spent(start)
-        return _ShmReduction(self, (segments, dtypes), launch)
+        return _ShmReduction(self, launch, segments, dtypes)
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """See ``Comm.gather``. In parts, each when ``dst`` asks for it: nobody runs ahead of who reads."""
@@ -157,20 +157,32 @@ class ShmComm(Comm):
             part = shard[:0] if self.rank == dst else shard[start : start + part_numel]
             launch = self._publish([part.contiguous().view(torch.uint8)], key, asks=dst)
             for peer in self.peers:
-                read = self.arena.read(peer, launch)
+                read = self.arena.segments[peer].bytes[self.arena.find(peer, launch)]
                 if whole is not None:
                     place = whole[slice(*spans[peer])][start : start + part_numel].view(torch.uint8)
                     place.copy_(read[: place.numel()])
-                self.arena.done(peer, launch.number)
+                self.arena.own.mark_read(peer, launch.number)
         return whole
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
         """See ``Comm.exchange``. Without tensors, which take longer than the bytes."""
         if not self.peers:
             return [list(words)]
-        start = clock.perf_counter()
-        rows = self.arena.exchange(words, key)
+        start, arena, nbytes = clock.perf_counter(), self.arena, 8 * len(words)
+        try:
+            offset = arena.reserve(nbytes)
+            arena.own.view[offset : offset + nbytes] = array("q", words).tobytes()
+            launch = self.log.launch(key)
+            arena.announce(launch, nbytes)
+        except BaseException:
+            arena.break_off()
+            raise
+        rows = [list(words) for _ in range(self.world)]
+        for peer in self.peers:
+            rows[peer] = arena.segments[peer].view[arena.find(peer, launch)].cast("q").tolist()
+            arena.own.mark_read(peer, launch.number)
         self.spent(start)
+        process_state.recorder.write((DONE, self.log.name, launch.number, clock.perf_counter(), True))
         return rows
 
     def spent(self, start: float) -> None:
@@ -184,11 +196,11 @@ class ShmComm(Comm):
             return Launch(0, key, "", 0)
         _, total = pack([part.numel() for part in parts])
         try:
-            place = self.arena.reserve(total)
+            offset = self.arena.reserve(total)
             launch = self.log.launch(key)
             if asks not in (None, self.rank):
-                self.arena.read(asks, launch)
-            join(parts, place)
+                self.arena.find(asks, launch)
+            join(parts, self.arena.own.bytes[offset : offset + total])
             self.arena.announce(launch, total)
         except BaseException:
             self.arena.break_off()
@@ -204,18 +216,23 @@ class _Reads:
     """
 
     _unread: frozenset[int] = frozenset()
+    _sums: list[torch.Tensor] | None = None
 
-    def __init__(self, comm: ShmComm, launch: Launch) -> None:
-        self._comm = comm
-        self._launch = launch
+    def __init__(
+        self, comm: ShmComm, launch: Launch, segments: Sequence[Segment], dtypes: Sequence[torch.dtype] = ()
+    ) -> None:
+        self._comm, self._launch = comm, launch
+        self._segments, self._dtypes = segments, dtypes
         self._unread = frozenset(comm.peers)
+        comm.arena.open[launch.number] = self
 
     def _read(self, peer: int) -> torch.Tensor:
-        return self._comm.arena.read(peer, self._launch)
+        arena = self._comm.arena
+        return arena.segments[peer].bytes[arena.find(peer, self._launch)]
 
     def _done(self, peer: int) -> None:
         self._unread = self._unread - {peer}  # first: what was given back isn't read again after an interrupt
-        self._comm.arena.done(peer, self._launch.number)
+        self._comm.arena.own.mark_read(peer, self._launch.number)
 
     def __del__(self) -> None:
         for peer in self._unread:
@@ -224,11 +241,6 @@ class _Reads:
 
 class _ShmGather(_Reads):
     """An all-gather in flight: the own part is published, the others' are still to be read."""
-
-    def __init__(self, comm: ShmComm, segments: Sequence[Segment], launch: Launch) -> None:
-        super().__init__(comm, launch)
-        self._segments = segments
-        comm.arena.opened(launch.number, self)
 
     def wait(self) -> None:
         """Copy every peer's spans into the buffer."""
@@ -248,14 +260,6 @@ class _ShmGather(_Reads):
 class _ShmReduction(_Reads):
     """A reduce-scatter in flight: the peers' spans are published, theirs for this rank still to be summed."""
 
-    def __init__(
-        self, comm: ShmComm, inputs: tuple[Sequence[Segment], Sequence[torch.dtype]], launch: Launch
-    ) -> None:
-        super().__init__(comm, launch)
-        self._segments, self._dtypes = inputs
-        self._sums: list[torch.Tensor] | None = None
-        comm.arena.opened(launch.number, self)
-
     def complete(self) -> None:
         """Sum now, for whoever waits later."""
         if self._sums is None:
@@ -267,14 +271,15 @@ class _ShmReduction(_Reads):
     def wait(self) -> list[torch.Tensor]:
         """Sum this rank's spans in rank order (see ``Reduction.wait``)."""
         self.complete()
-        sums, self._sums = self._sums, []
+        sums = self._sums
         assert sums is not None
+        self._sums = []
         return sums
 
     def _summed(self) -> list[torch.Tensor]:
         start = clock.perf_counter()
         comm = self._comm
-        sums = [segment.part(comm.rank) for segment in self._segments]
+        sums: list[torch.Tensor] = [segment.part(comm.rank) for segment in self._segments]
         if comm.peers:
             parts = [sums if r == comm.rank else self._received(r) for r in range(comm.world)]
             sums = sums_in_rank_order(parts, self._dtypes)
@@ -289,7 +294,7 @@ class _ShmReduction(_Reads):
         """The peer's parts for this rank: after those for the ranks before it."""
         joined = self._read(peer)
         ranks = [rank for rank in range(self._comm.world) if rank != peer]
-        sizes = [segment.part_nbytes(rank) for rank in ranks for segment in self._segments]
+        sizes = [segment.part_bytes(rank).numel() for rank in ranks for segment in self._segments]
         first = ranks.index(self._comm.rank) * len(self._segments)
         parts = pieces(joined, sizes)[first : first + len(self._segments)]
         return [part.view(s.flat.dtype) for part, s in zip(parts, self._segments, strict=True)]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import NamedTuple, Protocol
@@ -10,9 +11,8 @@ import torch
 
 from shardwright import clock
 from shardwright.errors import CommError
-from shardwright.transport.cpu.worker import Worker
-from shardwright.transport.launches import Launch, LaunchLog
-from shardwright.transport.process import process_state
+from shardwright.transport.cpu.coder import Coder
+from shardwright.transport.process import Launch, LaunchLog, process_state
 from shardwright.transport.recorder import DONE
 
 _LOOK_S = 0.1  # how often who waits looks whether the watch has found something
@@ -41,6 +41,33 @@ class CollectiveFailure(NamedTuple):
 
     number: int
     why: str
+
+
+class Worker:
+    """A thread beside the rank's own, that codes or decodes messages one after the other.
+
+    Its thread begins with the first job, and ends with the worker. ``fail`` is told why a job failed.
+    coder: for its jobs alone.
+    """
+
+    def __init__(self, name: str, fail: Callable[[str], None]) -> None:
+        self._name, self._fail = name, fail
+        self.coder = Coder()
+        self._pool = ThreadPoolExecutor(1, name)
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Queue a job. Any thread."""
+        try:
+            self._pool.submit(self._try, job)
+        except RuntimeError as error:  # Python is ending
+            self._fail(f"the thread {self._name!r} takes no more: {error}")
+
+    def _try(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._fail(f"the thread {self._name!r} failed: {error!r}")
+            raise
 
 
 class Endpoint:
