@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from shardwright.errors import ConfigError
-from shardwright.transport import host_memory
 from shardwright.transport.cpu import pages
-from shardwright.transport.cpu.pages import take_bytes
-from shardwright.transport.host_memory import allocated_nbytes, budget_of, resident_nbytes
+from shardwright.transport.cpu.pages import allocated_nbytes, take_bytes
+from shardwright.transport.host_memory import budget_of, resident_nbytes
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -18,7 +17,6 @@ MIB = 2**20
 def test_what_is_allocated_on_the_host_is_counted_and_what_is_freed_is_not(make, nbytes, monkeypatch):
     pool = pages.Pool()  # that of the process may have a free block of up to twice the bytes
     monkeypatch.setattr(pages, "POOL", pool)
-    monkeypatch.setattr(host_memory, "POOL", pool)
     make(nbytes)
     before = allocated_nbytes(CPU)
     held = make(nbytes)

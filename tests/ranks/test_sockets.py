@@ -4,7 +4,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import time
 
 import pytest
@@ -177,7 +176,7 @@ def stranger_first(rank, world):
 
     def listen_and_be_called():
         listener, own = listen()
-        stranger = handshake.socket.create_connection((own.host, own.port))
+        stranger = handshake.connect((own.host, own.port))
         read = own.key(b"", 1 - rank, 0)  # by all that the job's store has
         stranger.sendall(handshake._HELLO.pack(read, 1 - rank, 0))
         strangers.append(stranger)
@@ -210,7 +209,7 @@ def test_ranks_that_the_launcher_gave_a_secret_talk_and_others_are_told_which_ha
 
 def called_by_many(rank, world):
     """As this rank calls another, and before it has said who it is, a hundred strangers call there too."""
-    connect, strangers = socket.create_connection, []
+    connect, strangers = handshake.connect, []
 
     def connect_among_many(place, *limits):
         sock = connect(place, *limits)
@@ -219,7 +218,7 @@ def called_by_many(rank, world):
             time.sleep(0.2)
         return sock
 
-    socket.create_connection = connect_among_many
+    handshake.connect = connect_among_many
     name, sums, *_ = collectives(rank, world, "sockets")
     assert len(strangers) == (200 if rank else 0)
     return name, sums

@@ -1,12 +1,7 @@
 """Words between ranks, for agreeing and not for data: exchanged over one mesh axis, or combined over several.
 
-Words travel on a transport of the host: that of the axis itself or, where parameters are on an accelerator,
-the one beside it, so that nobody waits for a device to read a word back. A rank that ended, never came or is
-elsewhere is named there as in any collective.
-
-A channel combines the words of all ranks into the same words on every rank. Both ways of combining are
-idempotent, so words may reach a rank twice: any number of ranks, any route, and one axis of a mesh after the
-other, all give the same answer.
+A channel combines the words of all ranks into the same words on every rank. They travel on a transport of the
+host, where a rank that ended, never came or is elsewhere is named as in any collective.
 """
 
 import hashlib
@@ -29,9 +24,10 @@ COMBINE: dict[str, Callable[[int, int], int]] = {"or": operator.or_, "min": min}
 def compare(comm: Comm, text: str, key: str) -> list[str]:
     """[] where ``text`` is the same on every rank, else every rank's text. Every rank of the axis calls it.
 
-    Sends a hash; the texts travel only where hashes differ, so the result is the same on all ranks.
+    Sends a hash, and the texts where hashes differ.
     """
     data = text.encode()
+    # The texts travel only where hashes differ, so the result is the same on all ranks.
     digest = int.from_bytes(hashlib.sha256(data).digest()[:8], "big", signed=True)
     rows = comm.host.exchange([digest, len(data)], key)
     if all(row == rows[0] for row in rows):
@@ -100,7 +96,7 @@ class AxisChannel:
     """
 
     def __init__(self, comm: Comm) -> None:
-        self._comm = comm.host
+        self._comm = comm.host  # not an accelerator's: nobody waits for a device to read a word back
         self._number = 0
 
     def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
@@ -121,6 +117,7 @@ class JointChannel:
 
     def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
         """See ``Channel.exchange``."""
+        # Both ways of combining are idempotent, so words may reach a rank twice, by any route.
         for channel in self._channels:
             words = channel.exchange(words, combine)
         return words

@@ -1,8 +1,7 @@
 """Whole tensors on the host of one rank, from the shards of all: in batches, by all-gathers alone.
 
-A message between two ranks of an accelerator opens buffers for the pair, and each tensor by itself costs a
-collective. So the bytes of all shards are taken as one row per rank, and a window of it after the other is
-gathered: on every rank, of which all but one drop what they receive.
+The bytes of all shards are taken as one row per rank, and a window of it after the other is gathered: on
+every rank, of which all but one drop what they receive.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,6 +40,8 @@ def collect(
                 place = offset - start + found.start
                 row[place : place + len(found)].copy_(part[found.start : found.stop])
         key = f"collect {row_nbytes} bytes of each rank on rank {dst}, from {start}"
+        # Not messages to ``dst``, for which an accelerator opens buffers for each pair of ranks; and not
+        # tensor by tensor, of which each would cost a collective.
         comm.all_gather([Segment(flat, equal_spans(width, comm.world))], key).wait()
         if wholes:
             rows = flat.cpu().view(comm.world, width)

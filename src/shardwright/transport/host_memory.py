@@ -1,21 +1,13 @@
-"""What the operating system and its malloc say of memory, and a bound that a rank keeps on the host.
+"""What the operating system says of memory, and a bound that a rank keeps on the host."""
 
-The kernel ends a process that takes more than its container has by SIGKILL, without a word. A budget that is
-checked at every event of a step raises an error instead, while there is still time to say what is held.
-"""
-
-import ctypes
 import os
 import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from shardwright.columns import in_words
 from shardwright.errors import ConfigError, OutOfMemory
-from shardwright.transport.cpu.pages import LIBC, POOL
 from shardwright.transport.link import host_free_nbytes
 
 VARIABLE = "SHARDWRIGHT_MEMORY_BUDGET"
@@ -25,45 +17,6 @@ container has, for all ranks in it together. Empty: no bound."""
 _CGROUP = Path("/sys/fs/cgroup")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-
-
-class _Mallinfo2(ctypes.Structure):
-    """glibc's ``struct mallinfo2``: ``uordblks`` are bytes in use in its heaps, ``hblkhd`` those in maps."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
-
-
-_mallinfo2 = getattr(LIBC, "mallinfo2", None)  # glibc from 2.33 on
-if _mallinfo2 is not None:
-    _mallinfo2.restype = _Mallinfo2
-
-
-def allocated_nbytes(device: torch.device) -> int | None:
-    """Bytes that this process has allocated on ``device`` and not freed; None where nothing counts them.
-
-    Of an accelerator torch's allocator counts them; of the host glibc's malloc, from which torch takes
-    memory, and our own pool for collectives. Where malloc has many free blocks it takes milliseconds.
-    """
-    if device.type != "cpu":
-        return torch.accelerator.memory_allocated(device)
-    if _mallinfo2 is None:
-        return None
-    found = _mallinfo2()
-    return found.uordblks + found.hblkhd + POOL.held_nbytes - POOL.free_nbytes
 
 
 @dataclass(frozen=True)
@@ -85,6 +38,8 @@ class Budget:
 
     def has_room(self, more_nbytes: int) -> bool:
         """Whether ``more_nbytes`` more can be held."""
+        # Asked at every event of a step, while there is still time to say what is held: the kernel ends a
+        # process that takes more than its container has by SIGKILL, without a word.
         return self.held_nbytes() + more_nbytes <= self.nbytes
 
     def error(self, more_nbytes: int, rank: int, doing: str) -> OutOfMemory:

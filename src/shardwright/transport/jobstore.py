@@ -1,9 +1,7 @@
 """The job's store, asked by a thread of its own, so that whoever asks can stop waiting.
 
-A call to torch's TCPStore has no time limit where it counts: a host that went dark, or a store's process that
-is stopped, holds the thread that called for 15 minutes, in C++. Here the calls of all threads of a process
-are made one after another by one thread, and who asked waits in Python: until the watch has found that the
-others can't come, or, in a block of ``hasty``, for so many seconds.
+The calls of all threads of a process are made one after another by one thread, and who asked waits in Python:
+until the watch has found that the others can't come, or, in a block of ``hasty``, for so many seconds.
 """
 
 import queue
@@ -21,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright import clock
 from shardwright.torch_private import default_store
-from shardwright.transport.process import Launch, LaunchLog, Wait, process_state
+from shardwright.transport.process import Launch, LaunchLog, Wait, process_state, start_thread
 
 _POLL_S = 0.02  # between two looks at a key that isn't there yet
 _LOOK_S = 0.05  # how often who waits looks what the watch has found
@@ -52,10 +50,7 @@ class _Line:
         self.fronts: list[JobStore] = []  # torch's C++ holds only half of a store that is written in Python
         self.log = LaunchLog(range(dist.get_world_size()), "store ")
         self.asked: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(
-            target=self._serve, args=(store,), name="shardwright-store", daemon=True
-        )
-        self.thread.start()
+        self.thread = start_thread("shardwright-store", self._serve, store)
 
     def _serve(self, store: Store) -> None:
         own: Any = None
@@ -65,6 +60,8 @@ class _Line:
                 self.busy_since = clock.monotonic()
                 try:
                     own = own or store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stub
+                    # A host that went dark, or a store's process that is stopped, holds this call for 15
+                    # minutes, in C++: torch's TCPStore has no time limit where it counts.
                     future.set_result(call(own))
                 except BaseException as error:
                     future.set_exception(error)

@@ -1,7 +1,6 @@
 """Whether a process has ended: what a rank that waits for others can know before its time limit.
 
-Every rank leaves in the job's store where its process can be looked up. A rank of the same host (one boot,
-one namespace of process ids) looks there; of other hosts nothing is known, and their ranks count as alive.
+Every rank leaves in the job's store where its process can be looked up, for ranks of the same host.
 """
 
 import os
@@ -13,14 +12,12 @@ def has_ended(told: str) -> bool:
     if own is None or not told:  # no /proc, here or there
         return False
     host, pid, _ = told.rsplit(" ", 2)
+    # Of another boot, or another namespace of ids, nothing is known: such a rank counts as alive.
     return own.rsplit(" ", 2)[0] == host and identity(int(pid)) != told
 
 
 def identity(pid: int | None = None) -> str | None:
-    """Host, id and start time of a living process, this one by default; None for one that has ended.
-
-    (Ids are used again, pairs with a time are not.)
-    """
+    """Host, id and start time of a living process, this one by default; None for one that has ended."""
     pid = os.getpid() if pid is None else pid
     boot = boot_id()
     try:
@@ -29,7 +26,7 @@ def identity(pid: int | None = None) -> str | None:
             fields = file.read().rpartition(")")[2].split()  # the name before may hold spaces
     except OSError:
         return None
-    state, started = fields[0], fields[19]
+    state, started = fields[0], fields[19]  # ids are used again, pairs of an id and a start are not
     return None if state in "ZX" else f"{boot} {namespace} {pid} {started}"
 
 

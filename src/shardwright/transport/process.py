@@ -307,6 +307,13 @@ class _Waiting:
             process_state.waits.pop(self._thread, None)
 
 
+def start_thread(name: str, run: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """A thread beside the rank's own has begun; it doesn't keep the process from ending."""
+    thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 # ---- ends waits of this process, and sees that of a peer
 
 _TAG = 1 << 30  # above those of our transports (30 bits): nobody ever sends or receives with it

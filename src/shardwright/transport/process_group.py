@@ -1,13 +1,10 @@
 """NCCL transport: one coalesced collective per group, straight between the places of use.
 
-NCCL runs collectives on streams of its own: a launch waits, on the device, for what the current stream has
-queued so far, and ``wait`` makes the current stream wait for the collective. What is current here, and when
-memory may be used again, is settled in ``transport/streams.py``.
+What stream is current here, and when memory may be used again, is settled in ``transport/streams.py``.
 
 The same code runs over any backend that has ``all_gather_single`` and ``reduce_scatter_single``. Without
 side streams that includes Gloo, one collective per segment: what CPU ranks take that can't open sockets, and
-how the layout logic is tested without a GPU. Gloo's reduce-scatter is an all-reduce inside: it sends up to
-twice the bytes, and sums in an order of its own.
+how the layout logic is tested without a GPU.
 """
 
 from collections import defaultdict
@@ -87,6 +84,8 @@ class ProcessGroupComm(Comm):
                 self._launch_gather(flight, segments)
                 return _NcclGather(flight, None, None)
             with self.streams.gathering([segment.flat for segment in segments]):
+                # Before the launch: NCCL runs it on a stream of its own, behind what gather has queued by
+                # now.
                 due = self.streams.gathered()
                 self._launch_gather(flight, segments)
             return _NcclGather(flight, self.streams, due)
@@ -153,6 +152,7 @@ class ProcessGroupComm(Comm):
                     )
                 )
             else:
+                # Gloo's is an all-reduce inside: up to twice the bytes, and sums in an order of its own.
                 flight.works.extend(
                     reduce_scatter_of(dist)(outputs[i], inputs[i], group=self._reduce_group, async_op=True)
                     for i in members
@@ -219,7 +219,7 @@ class _Flight:
         start = clock.perf_counter()
         with self.comm.log.waiting(self.launch):
             for work in self.works:
-                work.wait()
+                work.wait()  # of NCCL's: only makes the current stream wait
         if self.comm.exposed_s is not None:
             self.comm.exposed_s += clock.perf_counter() - start
             process_state.recorder.write(

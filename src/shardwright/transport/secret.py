@@ -1,9 +1,8 @@
 """A secret that the ranks of a transport share, which the job's store never has in the clear.
 
 It is ``SHARDWRIGHT_SECRET`` of the launcher's environment. Where that isn't set the first rank makes one up,
-and ranks hand it on down a tree, each to two others, hidden by what only two can compute: Diffie-Hellman, of
-which the store has g^x and g^y. Who only reads the store doesn't learn it. Who writes there can put itself
-between two ranks, and is trusted.
+and ranks hand it on down a tree, each to two others, hidden by what only two can compute: Diffie-Hellman.
+Who only reads the store doesn't learn it. Who writes there can put itself between two ranks, and is trusted.
 """
 
 import hashlib
@@ -46,9 +45,10 @@ class KeyAgreement:
         """Raises: as ``given``."""
         self._meeting, self._given = meeting, given()
         self._exponent = secrets.randbits(_BITS)
+        # Compared with the first rank's in the store, which learns nothing of the secret by it.
         self._mark = hmac.digest(self._given, b"the same on all ranks", "sha256").hex()[:16]
         meeting.leave("secret", self._mark)
-        if not self._given:
+        if not self._given:  # g^x: all that the store ever has of the exponents
             meeting.leave("public", f"{pow(2, self._exponent, _PRIME):x}")
 
     def secret(self) -> bytes:
@@ -61,6 +61,7 @@ class KeyAgreement:
             raise CommError(f"{refused}: the launcher has to give all ranks the same, or none")
         if self._given:
             return self._given
+        # Down a tree each rank hands the secret on to two others at most, however many there are.
         children = [child for child in (2 * at + 1, 2 * at + 2) if child < meeting.world]
         parent = (at - 1) // 2
         publics = meeting.read("public", [*([parent] if at else []), *children])
@@ -75,5 +76,6 @@ class KeyAgreement:
         """A secret, so that only one other rank can read it; or what that rank has hidden. Of each pair one
         secret is sent, once."""
         shared = pow(int(public, 16), self._exponent, _PRIME).to_bytes(_PRIME.bit_length() // 8, "big")
+        # As long as the secret, and used once, for nothing else: so exclusive or hides it.
         pad = hashlib.sha256(shared).digest()
         return bytes(a ^ b for a, b in zip(secret, pad, strict=True))

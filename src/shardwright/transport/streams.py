@@ -132,8 +132,8 @@ class Streams:
                 "full_state_dict(model)"
             )
         if changed or self._released is None:
-            self._released = Due(self._current())
-        self._released.wait(self._gather)
+            self._released = Due(self._current())  # rule 1: after all that compute had queued, and so rule 2
+        self._released.wait(self._gather)  # rule 2, and nothing else where shards are unchanged
         with self._gather:
             yield
 
@@ -153,7 +153,7 @@ class Streams:
     def gathering(self, flats: Iterable[torch.Tensor]) -> Iterator[None]:
         """Launch an all-gather inside. What isn't ``filled`` may come from compute, and waits for it."""
         places = {flat.data_ptr() for flat in flats}
-        if not places <= self._filled:
+        if not places <= self._filled:  # what is filled lies on gather's own stream, behind the copies in
             Due(self._current()).wait(self._gather)
         self._filled -= places
         with self._gather:
@@ -166,7 +166,7 @@ class Streams:
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """Take memory for sums, cast, pad and launch a reduce-scatter inside (rule 4)."""
-        Due(self._current()).wait(self._reduce)
+        Due(self._current()).wait(self._reduce)  # rule 4, for gradients and for the memory of the sums
         with self._reduce:
             yield
 
@@ -192,7 +192,7 @@ class Streams:
         """Copy ``sums`` to the host inside (rule 6). They are held until the next ones are copied."""
         if self._offload is None:
             self._offload = self._make()
-        if self._offloaded is not None:
+        if self._offloaded is not None:  # rule 6: the sums before these may go
             self.land(self._offloaded[0])
         Due(self._current()).wait(self._offload)
         with self._offload:
@@ -209,6 +209,7 @@ class Streams:
         """The host waits until nothing that was queued reads or writes its memory (rule 7)."""
         if self._offload is None:
             self._offload = self._make()
+        # Through offload, so that the host waits once for all three.
         for stream in (self._gather, self._current()):
             Due(stream).wait(self._offload)
         self._offloaded = None

@@ -90,6 +90,7 @@ class TwoLevelComm(Comm):
         near = [Segment(e.flat, s, e.has_room) for e, s in zip(segments, joined, strict=True)]
         starts = [spans[self.node.rank][0] for spans in joined]
         far = [(e.spans.within(start, nodes), e.coded) for e, start in zip(segments, starts, strict=True)]
+        # Issued a reduction ago, so its first hop has most likely ended.
         if self._last is not None:
             self._last.go_on()
         first = self.node.reduce_scatter(near, dtypes, key)

@@ -1,8 +1,7 @@
 """Has torch's ``CommDebugMode`` count our collectives, which are messages and copies, not c10d operations.
 
-The mode counts operations as they are dispatched. What the transports of a CPU move never is, so each
-collective is told to the modes that are entered, as the operation that it stands for: one for each group,
-however many messages it takes. Transports that call c10d themselves are counted without that.
+Each collective is told to the modes that are entered, as the operation that it stands for: one for each
+group, however many messages it takes.
 """
 
 import sys
@@ -40,6 +39,7 @@ class _Operation:
 
 def notify_modes(comm: Comm, kind: Collective) -> None:
     """A collective begins on ``comm``, and some mode is entered. In a world of one nothing is sent."""
+    # The mode counts operations as they are dispatched, as those of c10d are, and messages of a CPU never.
     if comm.world > 1 and not comm.uses_c10d:
         loaded = sys.modules.get(COMM_DEBUG_MODE)  # importing it costs 1 s, and who uses the mode has done so
         if loaded is None:

@@ -11,7 +11,8 @@ from shardwright import clock
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.listeners import listeners
 from shardwright.schedule.schedule import Event, event_in_words
-from shardwright.transport.host_memory import Budget, allocated_nbytes, stated_budget
+from shardwright.transport.cpu.pages import allocated_nbytes
+from shardwright.transport.host_memory import Budget, stated_budget
 from shardwright.transport.process import process_state
 from shardwright.transport.recorder import HELD
 

@@ -22,7 +22,7 @@ from shardwright.observe.memory.report import (
     MemoryReport,
     merged,
 )
-from shardwright.transport.host_memory import allocated_nbytes
+from shardwright.transport.cpu.pages import allocated_nbytes
 
 
 def group_names(model: nn.Module) -> dict[ParamGroup, str]:

@@ -1,18 +1,12 @@
 """Memory that the ranks of one host share, and the flags that say what may be read in it.
 
 Each rank owns one segment, an anonymous memory file that the others map: nothing appears in ``/dev/shm``
-(which containers often limit to 64 MiB), and nothing is left behind however a rank ends. A segment is
-reserved at a size that no step fills; pages that were never written take no memory, and freed places are
-written again first, so that a steady state touches no fresh page.
+(which containers often limit to 64 MiB), and nothing is left behind however a rank ends.
 
     segment of rank r   [ records: one per operation | read flags | bytes of operations ... ]
 
     record   number, offset, bytes, and the operation's key: what rank r has issued; written by r only
     read     per owner and operation: that r has read it; written by r only
-
-Every word has one writer, so no lock is needed: a record's number is stored after the bytes it stands for,
-and x86 keeps the order of stores. (On other processors that takes a fence that Python doesn't have: there
-ranks talk through sockets.)
 """
 
 import ctypes
@@ -74,6 +68,7 @@ def wake(address: int) -> None:
     _syscall(_SYS_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
+# No step fills it, so that a segment never grows; pages that were never written take no memory.
 RESERVED_NBYTES = 64 << 30
 NUM_RECORDS = 256  # operations that may be issued and not yet read by all; a schedule keeps below ten
 _RECORD_NBYTES = 256
@@ -113,12 +108,15 @@ class MemorySegment:
         self._address = self.bytes.data_ptr()
 
     def write_record(self, number: int, offset: int, nbytes: int, key: str) -> None:
-        """Announce an operation whose bytes are written, and wake who sleeps for it. The number goes last."""
+        """Announce an operation whose bytes are written, and wake who sleeps for it."""
         place = number % NUM_RECORDS * _RECORD_NBYTES
         text = key.encode()[:_KEY_NBYTES].ljust(_KEY_NBYTES, b"\0")
         self._map[place + 32 : place + _RECORD_NBYTES] = text
         self._words[place // 8 + 1] = offset
         self._words[place // 8 + 2] = nbytes
+        # Every word has one writer, so no lock is needed: x86 keeps the order of stores, and who reads the
+        # number finds all that was stored before it. Other processors need a fence for that, which Python
+        # doesn't have: there ranks talk through sockets (``shm.py``).
         self._words[place // 8] = number
         wake(self._address + place)
 
@@ -218,6 +216,7 @@ class Arena:
 
     def announce(self, launch: Launch, nbytes: int) -> None:
         """The bytes of an operation are in place: peers may read them."""
+        # Until every peer has read them the bytes stay, so that no rank waits for another one to write.
         offset = self._held[launch.number][0]
         self.own.write_record(launch.number, offset, nbytes, launch.key)
         self._announced = launch.number

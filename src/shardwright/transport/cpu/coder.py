@@ -6,9 +6,6 @@
               shorter than the numbers: zstd of the planes of bytes of their differences
               as long: the numbers as they are
 
-A pattern of a float, read as a signed integer, counts the wrong way below zero; ``ordered`` mends that. The
-difference of two such integers is small where two numbers lie near; it wraps around, so it is exact. Signs
-go to the lowest bit, and the bytes of equal weight lie together, which is what a fast coder of bytes shrinks.
 A part carries the CRC-32 of its numbers, which is compared with that of what was decoded.
 """
 
@@ -102,9 +99,14 @@ class Coder:
         return whole if coded is None or len(coded) >= len(whole) else coded
 
     def _coded(self, words: np.ndarray, before: np.ndarray | None, is_float: bool) -> memoryview:
+        # Read as a signed integer, a float's pattern counts the wrong way below zero, which ``ordered``
+        # mends. The difference of two such integers is small where two numbers lie near, and wraps around, so
+        # that it is exact.
         change: np.ndarray = ordered(words) if is_float else words.copy()
         if before is not None:
             change -= ordered(before) if is_float else before
+        # Signs go to the lowest bit, and the bytes of equal weight lie together: so a fast coder shrinks
+        # them.
         signs = change >> (8 * change.itemsize - 1)
         change <<= 1
         change ^= signs

@@ -5,13 +5,13 @@ import contextlib
 import os
 import selectors
 import socket
-import threading
 from collections.abc import Callable, Iterable
 
+from shardwright.transport.cpu import handshake
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.handshake import Caller, Lobby
 from shardwright.transport.cpu.transfer import Endpoint
-from shardwright.transport.process import process_state
+from shardwright.transport.process import process_state, start_thread
 
 _PATIENCE_S = 2.0
 
@@ -29,8 +29,8 @@ class EventLoop:
         self._connections = list(connections)
         self._listener: socket.socket | None = None
         self._lobby: Lobby | None = None
-        self._selector = selectors.DefaultSelector()
-        self._wakeup, self._waker = socket.socketpair()
+        self._selector = handshake.Selector()
+        self._wakeup, self._waker = handshake.pair()  # by which other threads wake this one
         self._stopped = False
         self._wakeup.setblocking(False)
         self._waker.setblocking(False)
@@ -38,8 +38,7 @@ class EventLoop:
         endpoint.wake = self.go
         endpoint.links.extend(self._connections)
         process_state.loops.add(self)
-        self._thread = threading.Thread(target=self._run, name="shardwright-event-loop", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("shardwright-event-loop", self._run)
         self.go()
 
     def listen(self, listener: socket.socket, answer: Callable[[Caller], Connection | None]) -> None:
@@ -60,7 +59,7 @@ class EventLoop:
 
     def stop(self) -> None:
         """End the thread, which closes the connections."""
-        self._stopped = True
+        self._stopped = True  # the thread itself closes the connections: it may be reading from one
         self.go()
 
     def join(self) -> None:

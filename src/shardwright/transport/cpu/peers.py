@@ -4,14 +4,10 @@ Words go to ranks 1, 2, 4, ... further and come from as many, so a rank that onl
 2 log2(ranks) connections. Tensors go to every rank of the axis, over connections that the first all-gather
 and the first reduce-scatter open. Both ends know which they use, so nothing is asked for: the higher rank
 calls, and the lower one waits for that. Where each can be called is left in the job's store.
-
-The connections to the two neighbours are opened at once: where they can't be, all ranks are told why, and
-none has connections; and whichever rank ends, its neighbours notice, and tell all (``Endpoint.spread``).
 """
 
 import json
 import socket
-import threading
 from collections.abc import Iterable, Sequence
 
 from shardwright import clock
@@ -22,7 +18,7 @@ from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.handshake import GATHERS, KINDS, REDUCTIONS, Caller, Place, call, listen
 from shardwright.transport.cpu.transfer import Endpoint
-from shardwright.transport.process import process_state
+from shardwright.transport.process import process_state, start_thread
 from shardwright.transport.secret import KeyAgreement
 
 _PATIENCE_S = 20.0
@@ -56,6 +52,8 @@ def open_connections(meeting: Meeting) -> "Peers | str":
         raise
     peers = Peers(meeting, listener, place, secret)
     peers.find({(meeting.rank + way * hop) % meeting.world for hop in hops(meeting.world) for way in (1, -1)})
+    # At once: whichever rank ends, its neighbours notice, and tell all (``Endpoint.spread``). And where they
+    # can't be opened, all ranks are told why before any takes this way.
     neighbours = {(meeting.rank + way) % meeting.world for way in (1, -1)} - {meeting.rank}
     connections = [peers.to(GATHERS, peer) for peer in neighbours]
     with meeting.waiting("call"):
@@ -111,11 +109,9 @@ class Peers:
             if connection is not None:
                 return connection
             connection = self._make(kind, peer)
-        if peer < self.endpoint.rank:
+        if peer < self.endpoint.rank:  # both ends know which they use: the higher rank calls, the lower waits
             self.find([peer])
-            threading.Thread(
-                target=self._call, args=(connection, kind), name="shardwright-call", daemon=True
-            ).start()
+            start_thread("shardwright-call", self._call, connection, kind)
         return connection
 
     def called(self, connections: Sequence[Connection]) -> None:

@@ -3,8 +3,7 @@
     all-gather       my spans -> my shared memory; each peer copies them from there into its buffer
     reduce-scatter   the other ranks' spans of my gradient -> my shared memory; their owners sum there
 
-No socket, no kernel, no helper thread: two copies per byte at memory speed. The parts stay readable until
-every peer has read them, so no rank waits for another to write.
+No socket, no kernel, no helper thread: two copies per byte at memory speed.
 """
 
 import json
@@ -90,7 +89,7 @@ def _map_all(meeting: Meeting, own: Host) -> Arena | str:
     first = Host(*said(meeting.read("host", [0])[0]))
     if (refused := meeting.refusal("one host", None if own.place == first.place else "")) is not None:
         return refused
-    if first.machine != "x86_64":
+    if first.machine != "x86_64":  # whose order of stores ``MemorySegment.write_record`` relies on
         return f"it takes an x86_64 processor, this is {first.machine}"
     told = meeting.read("host", range(meeting.world))
     hosts = [Host(*said(told[rank])) for rank in range(meeting.world)]
@@ -124,6 +123,7 @@ class ShmComm(Comm):
         self.exposed_s: float | None = 0.0
         self.arena = arena
         self.log = arena.log
+        # Every rank reads another one at each turn.
         self.peers = tuple((self.rank + shift) % world for shift in range(1, world))
 
     @property
@@ -222,7 +222,8 @@ class _Reads:
         self, comm: ShmComm, launch: Launch, segments: Sequence[Segment], dtypes: Sequence[torch.dtype] = ()
     ) -> None:
         self._comm, self._launch = comm, launch
-        self._segments, self._dtypes = segments, dtypes
+        self._segments: Sequence[Segment] = segments
+        self._dtypes = dtypes
         self._unread = frozenset(comm.peers)
         comm.arena.open[launch.number] = self
 

@@ -3,12 +3,8 @@
     all-gather       my spans  -> the same spans of every peer's buffer
     reduce-scatter   peer r's spans of my gradients -> memory of rank r, summed there in rank order
 
-Sums are done here, in the reduce dtype and in rank order, so that they are the same bit for bit however the
-messages arrive. Long runs of zeros in a gradient stay here (``filled_runs``); where a group is asked to
-(``coder.py``) messages are coded. Gathers and reductions have
-connections of their own: a small all-gather behind bulk reductions waited 248 ms on a shared one, 8 ms on
-its own (measured with Gloo). A part of a gradient is taken in as it arrives, also before the own backward has
-come so far; a part of an all-gather waits in the kernel until its buffer is there.
+Long runs of zeros in a gradient stay here (``filled_runs``); where a group is asked to
+(``coder.py``) messages are coded.
 """
 
 import functools
@@ -279,6 +275,7 @@ class _SocketReduction:
             return own.to(dtype, copy=not own.numel())  # an empty view would hold the whole gradient
         received = {peer: each[place].view(own.dtype) for peer, each in self._transfer.received.items()}
         # Into a received part, never into the own one: that is a part of a whole gradient, soon to be freed.
+        # Rank by rank, whatever order they came in: the same bits each time.
         parts = [received.get(r, own) for r in range(world)]
         return sum_in_rank_order(parts, dtype, scratch=1 if rank == 0 else 0)
 

@@ -78,8 +78,7 @@ class Endpoint:
     trouble: what ended all of them, "" while they work.
     links: those that were opened, or are to be. wake: has the event loop look at what was queued on them.
     decoder: the thread that decodes what arrives coded.
-    failure: of which this rank has heard, or which it has met. It goes to all ranks, from each to those that
-        it has a connection to, since a rank that ends is seen by those alone.
+    failure: of which this rank has heard, or which it has met. It goes to all ranks.
     """
 
     def __init__(self, rank: int, timeout_s: float, log: LaunchLog) -> None:
@@ -109,6 +108,7 @@ class Endpoint:
             if self.failure is not None and self.failure.number <= failure.number:
                 return
             self.failure = failure
+            # A rank that ends is seen by those alone that it has a connection to, so each passes word on.
             for link in self.links:
                 if link.is_open:
                     link.tell(failure)
@@ -176,7 +176,7 @@ class Transfer:
                 num_missing = len(links)
                 if trouble := self._trouble(links):
                     raise CommError(f"{trouble} ({self._own} was in {self._what})")
-                if not self.endpoint.changed.wait(_LOOK_S):
+                if not clock.wait(self.endpoint.changed, _LOOK_S):
                     process_state.raise_diagnosis()
                     self._check_time(links, clock.monotonic() - start)
 
