@@ -21,22 +21,21 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwright import clock
 from shardwright.errors import CommError, printable
 from shardwright.torch_private import default_store_is, new_group_of, rendezvous_handlers
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.jobstore import job_store
-from shardwright.transport.process import Launch, LaunchLog, process_is_ours, process_state
+from shardwright.transport.process import Launch, LaunchLog, came, process_is_ours, process_state
 
 _NAME = "shardwright/attempt"
-_POLL_S, _POLL_MOST_S = 0.001, 0.02
+_POLLS_S = 0.001, 0.02  # the shortest and the longest pause between two looks
 _UNKNOWN = "?"  # of a host without /proc
 _Result = TypeVar("_Result")
 _Found = tuple[Store, int, int]
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _GLOO_LAZY, _GLOO_OVER = "TORCH_GLOO_LAZY_INIT", "GLOO_DEVICE_TRANSPORT"  # variables that torch reads
-_MEETING_POLL_MOST_S = 0.05
+_MEETING_POLLS_S = 0.0005, 0.05  # of all ranks of a transport, which ask one store at a time
 _NO_REASON = " "
 Round = Generator[tuple[str, str | None], str, _Result]
 
@@ -135,14 +134,7 @@ class Attempt:
 
     def meet_within(self, seconds: float) -> bool:
         """``meet`` until all is said, or ``seconds`` are over; whether all is said."""
-        deadline, pause = clock.monotonic() + seconds, _POLL_S
-        while not self.meet():
-            process_state.raise_diagnosis()
-            if clock.monotonic() > deadline:
-                return False
-            clock.sleep(pause)
-            pause = min(1.5 * pause, _POLL_MOST_S)
-        return True
+        return came(self.meet, seconds, *_POLLS_S)
 
     @property
     def missing(self) -> str:
@@ -299,15 +291,11 @@ class Meeting:
         )
 
     def _wait_for(self, key: str, what: str) -> None:
-        began, pause = clock.monotonic(), 0.0005
+        store = self._store
         with self.waiting(what):
-            while not self._store.check([key]):
-                process_state.raise_diagnosis()
-                if clock.monotonic() - began > self.timeout_s:
-                    came = self._store.add(f"{what}/came", 0)
-                    raise CommError(
-                        f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {came} of "
-                        f"{self.world} came: look at what the launcher says of the others"
-                    )
-                clock.sleep(pause)
-                pause = min(2 * pause, _MEETING_POLL_MOST_S)
+            if not came(lambda: store.check([key]), self.timeout_s, *_MEETING_POLLS_S):
+                num_there = store.add(f"{what}/came", 0)
+                raise CommError(
+                    f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {num_there} of "
+                    f"{self.world} came: look at what the launcher says of the others"
+                )

@@ -154,5 +154,5 @@ class _CustomReduction:
     def wait(self) -> list[torch.Tensor]:
         """Wait for it; the sums in their reduce dtypes."""
         self._flight.wait()
-        self._sent = None
+        self._sent = None  # who waits here has waited for all that reads it
         return [total.to(dtype) for total, dtype in self._sums]

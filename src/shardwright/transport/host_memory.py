@@ -8,7 +8,6 @@ from pathlib import Path
 
 from shardwright.columns import in_words
 from shardwright.errors import ConfigError, OutOfMemory
-from shardwright.transport.link import host_free_nbytes
 
 VARIABLE = "SHARDWRIGHT_MEMORY_BUDGET"
 """Bytes of host memory that one rank may hold ("6GiB", "500MB", "4000000000"), or "container": what the
@@ -75,6 +74,15 @@ def _status_nbytes(name: str) -> int:
     except OSError:
         return 0
     return int(found[1]) << 10 if found else 0
+
+
+def host_free_nbytes() -> int:
+    """Bytes of the host's memory that can be taken; 0 where the kernel doesn't say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def free_nbytes(root: Path = _CGROUP) -> int:

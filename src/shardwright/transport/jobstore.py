@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright import clock
 from shardwright.torch_private import default_store
-from shardwright.transport.process import Launch, LaunchLog, Wait, process_state, start_thread
+from shardwright.transport.process import Launch, LaunchLog, Wait, came, process_state, start_thread
 
 _POLL_S = 0.02  # between two looks at a key that isn't there yet
 _LOOK_S = 0.05  # how often who waits looks what the watch has found
@@ -161,18 +161,12 @@ class JobStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         limit_s = self._line.patience_s if timeout is None else timeout.total_seconds()
-        began = clock.monotonic()
         if self.check(keys):
             return
         with self._waiting():
-            while not self.check(keys):
-                process_state.raise_diagnosis()
-                if clock.monotonic() > began + limit_s:
-                    missing = [key for key in keys if not self.check([key])]
-                    raise DistStoreError(
-                        f"waited {limit_s:.0f} s for the key {missing[:1]} of the job's store"
-                    )
-                clock.sleep(_POLL_S)
+            if not came(lambda: self.check(keys), limit_s, _POLL_S, _POLL_S):
+                missing = [key for key in keys if not self.check([key])]
+                raise DistStoreError(f"waited {limit_s:.0f} s for the key {missing[:1]} of the job's store")
 
     deleteKey = delete_key  # the name by which other stores call it
 

@@ -5,13 +5,13 @@ import platform
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from shardwright import clock
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Comm, Kept, LinkSpeed, Segment, Sends
+from shardwright.transport.host_memory import host_free_nbytes
 from shardwright.transport.liveness import boot_id
 
 _PART_NBYTES = (256 << 10, 1 << 20, 4 << 20)  # by turns, until one takes long enough to be measured
@@ -95,12 +95,3 @@ def _coding_us() -> tuple[int, int]:
         coder.decode(view_of(message), deque([view_of(place)]), [theirs], 0)
         took_us.append(_us_since(start))
     return took_us[-2], took_us[-1]
-
-
-def host_free_nbytes() -> int:
-    """Bytes of the host's memory that can be taken; 0 where the kernel doesn't say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)

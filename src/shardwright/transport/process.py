@@ -307,6 +307,22 @@ class _Waiting:
             process_state.waits.pop(self._thread, None)
 
 
+def came(ready: Callable[[], bool], seconds: float, pause_s: float, most_s: float) -> bool:
+    """Look whether it is ``ready``, again and again; False where it isn't after ``seconds``.
+
+    pause_s, most_s: between the first two looks, twice as long each time, and at most.
+    Raises: the watch's diagnosis, where there is one.
+    """
+    deadline_s = clock.monotonic() + seconds
+    while not ready():
+        process_state.raise_diagnosis()
+        if clock.monotonic() > deadline_s:
+            return False
+        clock.sleep(pause_s)
+        pause_s = min(2 * pause_s, most_s)
+    return True
+
+
 def start_thread(name: str, run: Callable[..., None], *arguments: Any) -> threading.Thread:
     """A thread beside the rank's own has begun; it doesn't keep the process from ending."""
     thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)

@@ -64,17 +64,21 @@ class Recorder:
 
     def __init__(self) -> None:
         self.number = 0
-        self.ended_s: float | None = None
         self.optimizers = False
         self.look_s = 0.0
         self._steps = deque([_NO_STEP] * STEPS)  # always so many, so that all steps cost the same
         self._began_s = clock.perf_counter()
+        self.ended_s: float | None = self._began_s  # so that the first step begins
         self._collecting_s = 0.0
         self._past = 0  # records of all steps but this one
         self._now: list[tuple[Any, ...]] = []
-        self._open(self._began_s)
+        self.turn()
 
-    def _open(self, at: float) -> None:
+    def turn(self) -> None:
+        """Begin the next step, where the last one has ended, or has come to be half of the ring."""
+        if self.ended_s is None and len(self._now) <= MOST // 2:
+            return
+        at = clock.perf_counter() if self.ended_s is None else self.ended_s
         self.number += 1
         self._past += len(self._now) - len(self._steps.popleft()[2])
         while self._past > MOST:
@@ -83,12 +87,7 @@ class Recorder:
         self._steps.append((self.number, at, self._now))
         self._steps.extendleft([_NO_STEP] * (STEPS - len(self._steps)))
         self.write = self._now.append
-
-    def turn(self) -> None:
-        """Begin the next step, where the last one has ended, or has come to be half of the ring."""
-        if self.ended_s is not None or len(self._now) > MOST // 2:
-            self._open(clock.perf_counter() if self.ended_s is None else self.ended_s)
-            self.ended_s = None
+        self.ended_s = None
 
     def look(self, now: float) -> None:
         """Write down what the kernel counts of the calling thread. Called where something long may begin or

@@ -180,6 +180,7 @@ class Arena:
         self._announced = 0
         self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
         self.open: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # A descriptor of a process becomes readable when that ends, also where its id is used again.
         self._ends = [os.pidfd_open(pid) for pid in pids]
         weakref.finalize(self, _close_all, self._ends).atexit = False
 

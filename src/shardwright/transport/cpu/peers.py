@@ -9,8 +9,8 @@ calls, and the lower one waits for that. Where each can be called is left in the
 import json
 import socket
 from collections.abc import Iterable, Sequence
+from math import inf
 
-from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.files import said
 from shardwright.transport.attempt import Meeting
@@ -18,7 +18,7 @@ from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.handshake import GATHERS, KINDS, REDUCTIONS, Caller, Place, call, listen
 from shardwright.transport.cpu.transfer import Endpoint
-from shardwright.transport.process import process_state, start_thread
+from shardwright.transport.process import came, start_thread
 from shardwright.transport.secret import KeyAgreement
 
 _PATIENCE_S = 20.0
@@ -116,11 +116,8 @@ class Peers:
 
     def called(self, connections: Sequence[Connection]) -> None:
         """Return when those that this rank opens are open, or can't be. Raises: what the watch found."""
-        while any(
-            each.peer < self.endpoint.rank and not (each.is_open or each.trouble) for each in connections
-        ):
-            process_state.raise_diagnosis()
-            clock.sleep(_POLL_S)
+        calls = [each for each in connections if each.peer < self.endpoint.rank]
+        came(lambda: all(each.is_open or each.trouble for each in calls), inf, _POLL_S, _POLL_S)
 
     def to_all(self, kind: int) -> dict[int, Connection]:
         """The connections of a kind to all peers."""

@@ -75,6 +75,7 @@ def _opened_again(pid: int, fd: int) -> Iterator[int]:
 
     Raises: OSError for a process of another user, or one that has ended.
     """
+    # Through /proc, so that no socket has to carry the descriptor from one process to the other.
     ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
     try:
         yield ours
