@@ -25,6 +25,7 @@ from shardwright.schedule.check import check
 from shardwright.schedule.schedule import Event, EventKind, Phase
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published"
+H100, OURS, FSDP2 = DEVICES["H100"], PRESETS["shardwright"], PRESETS["fsdp2"]
 SMALL = Architecture(4, 256, 4, 4, 64, 1024, 1000)
 published = pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the table of published runs isn't here")
 
@@ -51,10 +52,8 @@ def priced(preset="fsdp2", ranks=2, itemsize=2):
 
 def test_a_step_of_one_rank_takes_what_its_compute_takes():
     work = two_layers(forward_flops=5.0, numel=1)
-    found = simulate(
-        schedule(work, PRESETS["shardwright"]), work, replace(priced("shardwright", 1), shards=1)
-    )
-    copies = 2 * PRESETS["shardwright"].reduce_nbytes(2, 2)
+    found = simulate(schedule(work, OURS), work, replace(priced("shardwright", 1), shards=1))
+    copies = 2 * OURS.reduce_nbytes(2, 2)
     assert found.step_s == pytest.approx(2 * (5 + 10) + copies)
     assert found.exposed_s == pytest.approx(0)
 
@@ -63,8 +62,8 @@ def test_gathers_hide_behind_compute_where_it_takes_longer_and_are_exposed_where
     latency = 20e-6  # of each collective
     for flops, numel in ((1000.0, 10), (10.0, 1000)):
         work = two_layers(flops, numel)
-        policy = replace(PRESETS["shardwright"].policy, bucket_cap_mb=0.0)
-        preset = replace(PRESETS["shardwright"], policy=policy, reduce_copies=0)
+        policy = replace(OURS.policy, bucket_cap_mb=0.0)
+        preset = replace(OURS, policy=policy, reduce_copies=0)
         prices = replace(priced("shardwright"), preset=preset)
         found = simulate(schedule(work, preset), work, prices)
         one = numel * 2 / 2 + latency  # half of the bytes come from the other rank
@@ -89,7 +88,7 @@ def test_every_interval_of_a_lane_begins_when_the_one_before_has_ended():
 
 def test_more_microbatches_take_what_one_more_takes_each():
     work = workload(SMALL, Microbatch(128, 2))
-    prices = Prices(Cluster(DEVICES["H100"], 8), Constants(), PRESETS["fsdp1"], 8)
+    prices = Prices(Cluster(H100, 8), Constants(), PRESETS["fsdp1"], 8)
     planned = schedule(work, PRESETS["fsdp1"])
     seconds = [float(simulate(planned, work, prices, count).step_s) for count in (2, 3, 12)]
     assert seconds[2] - seconds[0] == pytest.approx(10 * (seconds[1] - seconds[0]))
@@ -101,8 +100,8 @@ def test_a_constant_may_be_an_array_of_variants():
 
     def step_s(share):
         constants = replace(Constants(), matmul=share)
-        prices = Prices(Cluster(DEVICES["H100"], 8), constants, PRESETS["fsdp2"], 8)
-        return simulate(schedule(work, PRESETS["fsdp2"]), work, prices).step_s
+        prices = Prices(Cluster(H100, 8), constants, FSDP2, 8)
+        return simulate(schedule(work, FSDP2), work, prices).step_s
 
     assert step_s(both) == pytest.approx([step_s(0.5), step_s(0.6)])
 
@@ -126,9 +125,9 @@ def test_the_schedule_of_every_preset_is_sound_and_frees_what_it_takes(name):
 def test_recomputation_takes_time_and_frees_memory():
     def priced_as(recompute):
         work = workload(SMALL, Microbatch(512, 8, recompute))
-        planned = schedule(work, PRESETS["fsdp2"])
-        prices = Prices(Cluster(DEVICES["H100"], 8), Constants(), PRESETS["fsdp2"], 8)
-        held = peak(memory(planned, work, PRESETS["fsdp2"], Sharding(8)))
+        planned = schedule(work, FSDP2)
+        prices = Prices(Cluster(H100, 8), Constants(), FSDP2, 8)
+        held = peak(memory(planned, work, FSDP2, Sharding(8)))
         return float(simulate(planned, work, prices).compute_s), held.nbytes[Category.ACTIVATIONS]
 
     none, some, full = map(priced_as, (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL))
@@ -139,9 +138,9 @@ def test_recomputation_takes_time_and_frees_memory():
 def test_a_cluster_is_read_back_as_it_was_written(tmp_path):
     path = tmp_path / "cluster.toml"
     for mine in (
-        Cluster(replace(DEVICES["H100"], name="ours", memory_nbytes=1e9), 24, 4, 1e9),
-        Cluster(replace(DEVICES["H100"], matmul=0.7), 16),
-        Cluster(replace(DEVICES["H100"], dtype="float32"), 16),
+        Cluster(replace(H100, name="ours", memory_nbytes=1e9), 24, 4, 1e9),
+        Cluster(replace(H100, matmul=0.7), 16),
+        Cluster(replace(H100, dtype="float32"), 16),
         Cluster(DeviceSpec("slow", 1.0, 100.0, 1.0, 1.0), 16),
         Cluster(DEVICES["A100-40GB"], 8),
     ):
@@ -149,7 +148,7 @@ def test_a_cluster_is_read_back_as_it_was_written(tmp_path):
         assert Cluster.load(path) == mine
     assert 'device = "A100-40GB"' in path.read_text()
     path.write_text('ranks = 16\ndevice = {name = "H100", matmul = 0.7}\n')
-    assert Cluster.load(path) == Cluster(replace(DEVICES["H100"], matmul=0.7), 16)
+    assert Cluster.load(path) == Cluster(replace(H100, matmul=0.7), 16)
 
 
 @pytest.mark.parametrize(
@@ -180,50 +179,40 @@ def test_the_names_that_torch_prints_are_each_their_own_device(printed, name, gi
 
 def test_what_was_not_measured_is_not_in_the_file_and_is_asked_for(tmp_path):
     path, work = tmp_path / "cluster.toml", workload(SMALL, Microbatch(512, 1))
-    Cluster(DEVICES["H100"], 64).save(path)
+    Cluster(H100, 64).save(path)
     assert "host_bandwidth" not in path.read_text() and Cluster.load(path).network == 400e9
-    ours = replace(DEVICES["H100"], name="ours", source="measured", link_bandwidth=0.0)
+    ours = replace(H100, name="ours", source="measured", link_bandwidth=0.0)
     names = ("host_bandwidth", "link_bandwidth", "host_link", "host_memory", "host_memory_nbytes")
     for name in ("ours", "NVIDIA H100 80GB HBM3"):  # nor is it taken from the library
         Cluster(replace(ours, name=name, host_link=25e9), 8, 4).save(path)
         assert not any(line.startswith(names) for line in path.read_text().splitlines())
         assert (Cluster.load(path).device.link_bandwidth, Cluster.load(path).host_bandwidth) == (0, 0)
     Cluster(ours, 8, 4).save(path)
-    for ranks, fields, says in (
-        (
-            4,
-            {},
-            r"inside a host isn't known, .*write \[device\] link_bandwidth .*--nproc-per-node 4 ",
-        ),
-        (
-            8,
-            {"link_bandwidth": 3e11},
-            r"between hosts isn't known, .*write host_bandwidth .*bench links .*on two",
-        ),
-    ):
+    inside = r"inside a host isn't known, .*write \[device\] link_bandwidth .*--nproc-per-node 4 "
+    between = r"between hosts isn't known, .*write host_bandwidth .*bench links .*on two"
+    for ranks, fields, says in ((4, {}, inside), (8, {"link_bandwidth": 3e11}, between)):
         found = replace(Cluster.load(path), device=replace(ours, **fields)).of(ranks)
         with pytest.raises(ConfigError, match=says):
             price(work, found, Choice())
     assert price(work, Cluster.load(path).of(1), Choice()).step_s > 0  # one rank needs no link
-    assert Cluster(replace(DEVICES["H100"], source="measured"), 16).network == 0
+    assert Cluster(replace(H100, source="measured"), 16).network == 0
 
 
 def test_copies_of_shards_inside_one_host_need_nothing_between_hosts():
-    ours = replace(DEVICES["H100"], name="ours", source="measured")
+    ours = replace(H100, name="ours", source="measured")
     work = workload(SMALL, Microbatch(512, 1))
     assert price(work, Cluster(ours, 8), Choice(shards=4)).step_s > 0
 
 
 def test_what_is_between_hosts_is_measured_only_where_several_were(tmp_path):
-    ours = replace(DEVICES["H100"], name="ours", source="measured")
+    ours = replace(H100, name="ours", source="measured")
     work = workload(SMALL, Microbatch(512, 1))
     for hosts, known in ((0, False), (1, False), (2, True)):
         Cluster(ours, 16, host_bandwidth=1e11, measured_hosts=hosts).save(tmp_path / "cluster.toml")
         found = price(work, Cluster.load(tmp_path / "cluster.toml"), Choice())
         assert (found.answer()["error"] is not None) == known
-        assert known or "what is between hosts is as the cluster's file says, and was not measured" in str(
-            found
-        )
+        says = "what is between hosts is as the cluster's file says, and was not measured"
+        assert known or says in str(found)
         assert price(work, Cluster.load(tmp_path / "cluster.toml").of(8), Choice()).answer()["error"] == 0.1
 
 
@@ -235,6 +224,10 @@ def test_a_device_that_nobody_knows_is_refused_with_what_to_do(name):
         cluster.device(name)
 
 
+def on_h100(line):
+    return f'ranks = 8\ndevice = {{name = "H100", {line}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -243,18 +236,9 @@ def test_a_device_that_nobody_knows_is_refused_with_what_to_do(name):
         ('device = "abacus"\nranks = 8', "no device 'abacus' is in the library"),
         ("ranks = 8", "device is None, expected a name, or a table with a name"),
         ('ranks = 8\ndevice = {name = "half"}', r"\[device\] peak_flops is missing .'half' isn't in the"),
-        (
-            'ranks = 8\ndevice = {name = "H100", speed = 1}',
-            r"\[device\] speed is unknown; known: name, peak_flops",
-        ),
-        (
-            'ranks = 8\ndevice = {name = "H100", matmul = "1"}',
-            r"\[device\] matmul: got '1', expected a number",
-        ),
-        (
-            'ranks = 8\ndevice = {name = "H100", dtype = "int8"}',
-            "dtype: got 'int8', expected one of bfloat16, float",
-        ),
+        (on_h100("speed = 1"), r"\[device\] speed is unknown; known: name, peak_flops"),
+        (on_h100('matmul = "1"'), r"\[device\] matmul: got '1', expected a number"),
+        (on_h100('dtype = "int8"'), "dtype: got 'int8', expected one of bfloat16, float"),
         ('ranks = 0\ndevice = "H100"', "ranks must be a whole number > 0, got 0"),
         ('ranks = 8.5\ndevice = "H100"', "ranks: got 8.5, expected a whole number"),
         ('ranks = 8\nhosts = 1\ndevice = "H100"', "hosts is unknown; known: device, ranks, ranks_per_host"),
@@ -272,21 +256,15 @@ def test_a_file_that_is_no_cluster_is_refused_with_what_is_wrong(text, says, tmp
     ("make", "says"),
     [
         (lambda: Cluster("H100", 8), "Cluster.device is 'H100', expected a DeviceSpec: .*device"),
-        (lambda: Cluster(DEVICES["H100"], 0), "Cluster.ranks must be a whole number > 0, got 0"),
-        (lambda: Cluster(DEVICES["H100"], -4), "Cluster.ranks must be a whole number > 0, got -4"),
-        (lambda: Cluster(DEVICES["H100"], 2.5), "Cluster.ranks must be a whole number > 0, got 2.5"),
-        (lambda: Cluster(DEVICES["H100"], 8, 0), "Cluster.ranks_per_host must be a whole number > 0, got 0"),
-        (
-            lambda: Cluster(DEVICES["H100"], 8, host_bandwidth=-1.0),
-            "Cluster.host_bandwidth must be a number >= 0, got -1.0",
-        ),
-        (lambda: Cluster(DEVICES["H100"], 12), "12 ranks aren't whole hosts of 8: take 8 or 16"),
-        (lambda: Cluster(DEVICES["H100"], 8).of(20), "20 ranks aren't whole hosts of 8: take 16 or 24"),
-        (
-            lambda: replace(DEVICES["H100"], peak_flops=0.0),
-            "'H100' DeviceSpec.peak_flops must be a number > 0",
-        ),
-        (lambda: replace(DEVICES["H100"], dtype="int8"), "'H100' DeviceSpec.dtype must be one of bfloat16"),
+        (lambda: Cluster(H100, 0), "Cluster.ranks must be a whole number > 0, got 0"),
+        (lambda: Cluster(H100, -4), "Cluster.ranks must be a whole number > 0, got -4"),
+        (lambda: Cluster(H100, 2.5), "Cluster.ranks must be a whole number > 0, got 2.5"),
+        (lambda: Cluster(H100, 8, 0), "Cluster.ranks_per_host must be a whole number > 0, got 0"),
+        (lambda: Cluster(H100, 8, host_bandwidth=-1.0), "host_bandwidth must be a number >= 0, got -1.0"),
+        (lambda: Cluster(H100, 12), "12 ranks aren't whole hosts of 8: take 8 or 16"),
+        (lambda: Cluster(H100, 8).of(20), "20 ranks aren't whole hosts of 8: take 16 or 24"),
+        (lambda: replace(H100, peak_flops=0.0), "'H100' DeviceSpec.peak_flops must be a number > 0"),
+        (lambda: replace(H100, dtype="int8"), "'H100' DeviceSpec.dtype must be one of bfloat16"),
     ],
 )
 def test_a_cluster_in_python_is_checked_like_one_of_a_file(make, says):
@@ -308,18 +286,24 @@ RUNS = (
 )
 
 
+FILES = {"runs": "runs.csv", "models": "models.csv", "out": "out"}
+
+
+def predicted(folder, table=RUNS, models=MODELS, code=0):
+    """The rows that the command writes for these tables."""
+    (folder / "runs.csv").write_text(table)
+    (folder / "models.csv").write_text(models)
+    files = (f"--{option}={folder / file}" for option, file in FILES.items())
+    assert main(["plan", *files]) == code
+    return [] if code else list(csv.DictReader((folder / "out").read_text().splitlines()))
+
+
 def test_the_command_predicts_the_rows_it_can_and_says_why_not_the_others(tmp_path, capsys):
-    (tmp_path / "models.csv").write_text(MODELS)
-    (tmp_path / "runs.csv").write_text(RUNS)
-    out = tmp_path / "predicted.csv"
-    files = (tmp_path / "runs.csv", tmp_path / "models.csv", out)
-    assert main(["plan", "--runs", str(files[0]), "--models", str(files[1]), "--out", str(files[2])]) == 0
+    one, *others = predicted(tmp_path)
     said = capsys.readouterr()
     assert "1 of 3 runs predicted" in said.out
     assert "row two: column tp is '2', expected 1: only sharded data parallelism" in said.err
     assert "row three: column model_id is 'large', expected a row of the table of models" in said.err
-    with open(out, newline="") as file:
-        one, *others = csv.DictReader(file)
     assert tuple(one) == runs.COLUMNS
     tokens = 128 * 512 / 16
     assert float(one["tokens_per_s_per_gpu"]) == pytest.approx(tokens / float(one["step_time_s"]), rel=1e-4)
@@ -365,71 +349,47 @@ def test_a_run_that_cannot_be_predicted_stays_empty_with_its_reason_and_the_othe
     changes, expected, tmp_path, capsys
 ):
     one = next(csv.DictReader(RUNS.splitlines()))
-    with open(tmp_path / "runs.csv", "w", newline="") as file:
-        table = csv.DictWriter(file, one)
-        table.writeheader()
-        table.writerows([one | {"row_id": "bad"} | changes, one])
-    (tmp_path / "models.csv").write_text(MODELS)
-    out = tmp_path / "predicted.csv"
-    files = [str(tmp_path / "runs.csv"), "--models", str(tmp_path / "models.csv"), "--out", str(out)]
-    assert main(["plan", "--runs", *files]) == 0
+    bad = one | {"row_id": "bad"} | changes
+    table = "\n".join(",".join(cells) for cells in (one, bad.values(), one.values()))
+    bad, good = predicted(tmp_path, table)
     column, got = next(iter(changes.items()))
     assert f"row bad: column {column} is {got!r}, expected {expected}" in capsys.readouterr().err
-    with open(out, newline="") as file:
-        bad, good = csv.DictReader(file)
     assert [bad[column] for column in runs.COLUMNS] == ["bad", "", "", "", "", ""]
     assert float(good["step_time_s"]) > 0
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("tables", "says"),
     [
-        (
-            "runs.csv",
-            RUNS.replace("sharding,tp", "tp"),
-            r"runs.csv lacks the column\(s\) sharding; it has row_id",
-        ),
-        ("runs.csv", "", r"runs.csv lacks the column\(s\) row_id, .*; it has none"),
-        (
-            "models.csv",
-            MODELS.replace(",norm", ""),
-            r"models.csv lacks the column\(s\) norm; it has model_id",
-        ),
-        ("out", "a folder", "out exists already: give another name, or remove it first"),
+        ((RUNS.replace("sharding,tp", "tp"),), r"runs.csv lacks the column\(s\) sharding; it has row_id"),
+        (("",), r"runs.csv lacks the column\(s\) row_id, .*; it has none"),
+        ((RUNS, MODELS.replace(",norm", "")), r"models.csv lacks the column\(s\) norm; it has model_id"),
+        ((), "out exists already: give another name, or remove it first"),
     ],
+    ids=["runs", "no runs", "models", "a folder in the way"],
 )
 def test_a_table_that_lacks_a_column_or_cannot_be_written_is_told_before_anything_is_priced(
-    name, text, says, tmp_path, capsys, monkeypatch
+    tables, says, tmp_path, capsys, monkeypatch
 ):
     def priced(*_):
         raise AssertionError("nothing is to be priced")
 
     monkeypatch.setattr(runs, "predict", priced)
-    (tmp_path / "runs.csv").write_text(RUNS)
-    (tmp_path / "models.csv").write_text(MODELS)
-    out = tmp_path / "out"
-    if name == "out":
-        out.mkdir()
-    else:
-        (tmp_path / name).write_text(text)
-    files = [str(tmp_path / "runs.csv"), "--models", str(tmp_path / "models.csv"), "--out", str(out)]
-    assert main(["plan", "--runs", *files]) == 2
+    if not tables:
+        (tmp_path / "out").mkdir()
+    predicted(tmp_path, *tables, code=2)
     assert re.search(says, capsys.readouterr().err)
 
 
 def test_a_model_that_cannot_be_read_loses_its_own_runs_alone(tmp_path, capsys):
-    (tmp_path / "runs.csv").write_text(RUNS)
-    (tmp_path / "models.csv").write_text(MODELS + MODELS.splitlines()[1].replace("small,4", "large,none"))
-    out = tmp_path / "predicted.csv"
-    files = [str(tmp_path / "runs.csv"), "--models", str(tmp_path / "models.csv"), "--out", str(out)]
-    assert main(["plan", "--runs", *files]) == 0
+    predicted(tmp_path, models=MODELS + MODELS.splitlines()[1].replace("small,4", "large,none"))
     said = capsys.readouterr()
     assert "1 of 3 runs predicted" in said.out
     assert "row large: column n_layers is 'none', expected a number above 0" in said.err
 
 
 def test_the_allocator_takes_more_than_is_in_use_until_the_device_is_full():
-    device = DEVICES["H100"]
+    device = H100
     assert reserved(10 * GIB, device) == pytest.approx(13.6 * GIB)
     assert 60 * GIB < reserved(60 * GIB, device) < 70 * GIB
     assert reserved(79 * GIB, device) == 79 * GIB
@@ -438,11 +398,8 @@ def test_the_allocator_takes_more_than_is_in_use_until_the_device_is_full():
 @published
 def test_compiled_llama_reserves_as_much_less_on_128_devices_as_was_measured():
     models = runs.architectures(runs.read(PUBLISHED / "models.csv", runs.MODEL_COLUMNS))
-    row = next(
-        row
-        for row in runs.read(PUBLISHED / "measured_runs.csv", runs.RUN_COLUMNS)
-        if row["row_id"] == "TTH002"
-    )
+    rows = runs.read(PUBLISHED / "measured_runs.csv", runs.RUN_COLUMNS)
+    row = next(row for row in rows if row["row_id"] == "TTH002")
     found = []
     for ranks in (8, 128):
         there = {**row, "n_gpus": str(ranks), "global_batch_seqs": str(2 * ranks)}
