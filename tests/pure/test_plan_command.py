@@ -22,19 +22,14 @@ from shardwright.plan.transformer import Architecture, Microbatch
 from shardwright.recipe.resolve import resolve
 from shardwright.train.eager import plan_of
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256}
+LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 ROW = (
     "model_id,n_layers,d_model,n_heads,n_kv_heads,head_dim,ffn_dim,ffn_gated,vocab_size,tied_embeddings,biases,"
     "norm,pos\neight,32,4096,32,8,128,14336,1,128256,0,0,rmsnorm,rope\n"
 )
+EIGHT = Architecture(32, 4096, 32, 8, 128, 14336, 128256)
+H100 = DEVICES["H100"]
 ON = ("--device", "H100", "--ranks", "64")
 
 
@@ -52,16 +47,15 @@ def plan(capsys, *words, code=0):
 
 
 def test_numbers_of_a_config_are_those_of_its_type(tmp_path):
-    eight = Architecture(32, 4096, 32, 8, 128, 14336, 128256)
-    assert architecture(config_in(tmp_path / "llama")) == eight
-    assert architecture(tmp_path / "llama" / "config.json") == eight
+    assert architecture(config_in(tmp_path / "llama")) == EIGHT
+    assert architecture(tmp_path / "llama" / "config.json") == EIGHT
     gemma = config_in(tmp_path / "gemma", model_type="gemma2", head_dim=256)
-    assert architecture(gemma) == replace(eight, head_dim=256, tied=True)
+    assert architecture(gemma) == replace(EIGHT, head_dim=256, tied=True)
     tied = config_in(tmp_path / "qwen", model_type="qwen3", tie_word_embeddings=True)
-    assert architecture(tied) == replace(eight, tied=True)
+    assert architecture(tied) == replace(EIGHT, tied=True)
     first = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     (tmp_path / "first.json").write_text(json.dumps(first))
-    assert architecture(tmp_path / "first.json") == replace(eight, n_kv_heads=32)
+    assert architecture(tmp_path / "first.json") == replace(EIGHT, n_kv_heads=32)
 
 
 def test_a_config_and_a_row_of_the_same_numbers_give_the_same_table(tmp_path, capsys):
@@ -71,12 +65,10 @@ def test_a_config_and_a_row_of_the_same_numbers_give_the_same_table(tmp_path, ca
     ours = plan(capsys, tmp_path / "llama", *ON, *size)
     row = plan(capsys, "eight", "--models", tmp_path / "models.csv", *ON, *size)
     assert [row[0].partition(" ")[2], *row[1:]] == [ours[0].partition(" ")[2], *ours[1:]]
-    arch = Architecture(32, 4096, 32, 8, 128, 14336, 128256)
-    work = of_architecture(arch, Microbatch(4096, 1)).workload
-    found = price(work, Cluster(DEVICES["H100"], 64), Choice(microbatches=3))
-    assert ours[0].startswith(
-        f"{tmp_path / 'llama'} (8.03 billion parameters) fits on 64 x H100 in 8 hosts with 3 x 4,096"
-    )
+    work = of_architecture(EIGHT, Microbatch(4096, 1)).workload
+    found = price(work, Cluster(H100, 64), Choice(microbatches=3))
+    fits = "(8.03 billion parameters) fits on 64 x H100 in 8 hosts with 3 x 4,096"
+    assert ours[0].startswith(f"{tmp_path / 'llama'} {fits}")
     assert ours[1:] == [*found.table(2.5).splitlines()[1:], "", *found.by_phase().splitlines()]
     numel, phases = 8_030_261_248, found.phases
     held = {name: phase.total for name, phase in phases.items()}
@@ -89,7 +81,7 @@ def test_a_config_and_a_row_of_the_same_numbers_give_the_same_table(tmp_path, ca
     assert held["save"] + 2 * logits < held["evaluation"] < held["step"]
     assert phases["save"].disk == phases["resume"].disk == numel * 12
     assert phases["save"].host == numel * 12 // 64 and not phases["step"].host
-    assert found.reserved_nbytes == int(reserved(found.peak.total, DEVICES["H100"]))
+    assert found.reserved_nbytes == int(reserved(found.peak.total, H100))
 
 
 class Block(nn.Module):
@@ -106,13 +98,9 @@ class LikeTransformers(nn.Module):
 
     def __init__(self, layers, tied):
         super().__init__()
-        self.model = nn.ModuleDict(
-            {
-                "embed_tokens": nn.Embedding(100, 64),
-                "layers": nn.ModuleList(Block() for _ in range(layers)),
-                "norm": nn.LayerNorm(64),
-            }
-        )
+        blocks = nn.ModuleList(Block() for _ in range(layers))
+        model = {"embed_tokens": nn.Embedding(100, 64), "layers": blocks, "norm": nn.LayerNorm(64)}
+        self.model = nn.ModuleDict(model)
         self.lm_head = nn.Linear(64, 100, bias=False)
         if tied:
             self.lm_head.weight = self.model["embed_tokens"].weight
@@ -173,9 +161,8 @@ def test_the_plan_of_a_recipe_is_for_its_batch_and_dtype(tmp_path, capsys):
     recipe = resolve(tmp_path / "mine.toml", [("training.plan", str(path))]).recipe
     assert plan_of(recipe) == found
     other = [("training.plan", str(path)), ("training.batch_size", "4"), ("training.dtype", "fp32")]
-    with pytest.raises(
-        ConfigError, match=r"sequence_length: got 128, expected 256; .*dtype: got fp32, expected"
-    ):
+    says = r"sequence_length: got 128, expected 256; .*dtype: got fp32, expected"
+    with pytest.raises(ConfigError, match=says):
         plan_of(resolve(tmp_path / "mine.toml", other).recipe)
     again = "training.activation_checkpointing"
     for says, key, value in (("schedule", "schedule.depth", "2"), (again, again, "true")):
@@ -197,10 +184,10 @@ def test_the_plan_of_a_recipe_recomputes_what_the_recipe_does(tmp_path, capsys):
 
 def test_a_cluster_of_a_file_is_in_place_of_a_device_and_ranks(tmp_path, capsys):
     config_in(tmp_path / "llama")
-    Cluster(DEVICES["H100"], 64).save(tmp_path / "cluster.toml")
+    Cluster(H100, 64).save(tmp_path / "cluster.toml")
     named = plan(capsys, tmp_path / "llama", *ON)
     assert plan(capsys, tmp_path / "llama", "--cluster", tmp_path / "cluster.toml") == named
-    slower = replace(DEVICES["H100"], matmul=0.4)
+    slower = replace(H100, matmul=0.4)
     Cluster(slower, 64).save(tmp_path / "cluster.toml")
     assert plan(capsys, tmp_path / "llama", "--cluster", tmp_path / "cluster.toml") != named
 
@@ -208,7 +195,8 @@ def test_a_cluster_of_a_file_is_in_place_of_a_device_and_ranks(tmp_path, capsys)
 def test_the_command_asks_what_a_choice_in_python_asks(tmp_path, capsys):
     config_in(tmp_path)
     work = of_architecture(architecture(tmp_path), Microbatch(2048, 1)).workload
-    cluster = Cluster(DEVICES["H100"], 64)
+    cluster = Cluster(H100, 64)
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     for words, choice in (
         (("--runtime", "fsdp2"), Choice("fsdp2")),
         (("--shards", 8), Choice(shards=8)),
@@ -217,23 +205,15 @@ def test_the_command_asks_what_a_choice_in_python_asks(tmp_path, capsys):
         (("--keep", "0.5"), Choice(keep=0.5)),
         (("--recompute", "0.5"), Choice(recompute=0.5)),
         (("--offload", "all"), Choice(offload=OFFLOADS["all"])),
-        (
-            ("--reduce-dtype", "bfloat16"),
-            Choice(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
-        ),
+        (("--reduce-dtype", "bfloat16"), Choice(mp_policy=half)),
     ):
         found = price(replace(work, name=str(tmp_path)), cluster, choice)
-        assert plan(capsys, tmp_path, *ON, *words) == [
-            *str(found).splitlines(),
-            "",
-            *found.by_phase().splitlines(),
-        ]
-    assert "Choice.recompute must be a number >= 0 and <= 1, got 2.0" in plan(
-        capsys, tmp_path, *ON, "--recompute", 2, code=1
-    )
-    assert "Choice.shards must divide the cluster's 64 ranks, got 3" in plan(
-        capsys, tmp_path, *ON, "--shards", 3, code=1
-    )
+        assert plan(capsys, tmp_path, *ON, *words) == f"{found}\n\n{found.by_phase()}".splitlines()
+    for words, says in (
+        (("--recompute", 2), "Choice.recompute must be a number >= 0 and <= 1, got 2.0"),
+        (("--shards", 3), "Choice.shards must divide the cluster's 64 ranks, got 3"),
+    ):
+        assert says in plan(capsys, tmp_path, *ON, *words, code=1)
     both = plan(capsys, tmp_path, *ON, "--runtime", "shardwright", "--runtime", "fsdp2")
     answers = [line for line in both if "fits on 64 x H100" in line]
     assert ["by fsdp2" in line for line in answers] == [False, True]
@@ -276,9 +256,8 @@ def test_the_answer_is_data_as_well_with_days_and_money(tmp_path, capsys):
     assert found["days"] == pytest.approx(15e12 / found["tokens_per_s"] / 86400)
     assert found["cost"] == pytest.approx(found["days"] * 24 * 64 * 2.5)
     assert found["host_nbytes"] == 0 and found["network_assumed"]
-    assert (
-        f"15 trillion tokens in {float(format(found['days'], '.3g')):,.10g} days" in plan(capsys, *words)[0]
-    )
+    days = float(format(found["days"], ".3g"))
+    assert f"15 trillion tokens in {days:,.10g} days" in plan(capsys, *words)[0]
     both = plan(capsys, *words, "--json", "--runtime", "shardwright", "--runtime", "fsdp2")
     assert [json.loads(line)["runtime"] for line in both] == ["shardwright", "fsdp2"]
     (searched,) = plan(capsys, *words, "--json", "--search", "--out", tmp_path / "plan.toml")
@@ -297,9 +276,7 @@ def test_ranks_that_are_not_whole_hosts_are_refused_with_those_that_are(tmp_path
 
 def test_what_does_not_fit_says_by_how_much_what_holds_it_and_what_to_try(tmp_path, capsys):
     config_in(tmp_path)
-    found = largest_batch(
-        of_architecture(architecture(tmp_path), Microbatch(128, 1)), Cluster(DEVICES["H100"], 64)
-    )
+    found = largest_batch(of_architecture(EIGHT, Microbatch(128, 1)), Cluster(H100, 64))
     room = 0.867 * 80 * GIB
     for rows, fits in ((found.value, True), (found.value + 1, False)):
         lines = plan(capsys, tmp_path, *ON, "--sequence", 128, "--batch", rows)
@@ -311,16 +288,17 @@ def test_what_does_not_fit_says_by_how_much_what_holds_it_and_what_to_try(tmp_pa
         "",
         "It doesn't fit as it is: --search looks for a way that does; --budget GIB sets another limit.",
     ]
-    assert (
-        ") fits on "
-        in plan(capsys, tmp_path, *ON, "--sequence", 128, "--batch", found.value + 1, "--budget", 75)[0]
-    )
+    words = ("--sequence", 128, "--batch", found.value + 1, "--budget", 75)
+    assert ") fits on " in plan(capsys, tmp_path, *ON, *words)[0]
 
 
 def test_a_recipe_whose_base_is_not_there_says_how_to_get_it(capsys):
     said = plan(capsys, "finetune-lora-real", *ON, code=1)
     assert "base.folder = 'models/llama': no such folder; it is a local folder" in said
     assert "`make finetune` makes it" in plan(capsys, "finetune-qlora", *ON, code=1)
+
+
+NO_FOLDER = "can't be written: there is no folder no; make it first"
 
 
 @pytest.mark.parametrize(
@@ -347,18 +325,9 @@ def test_a_recipe_whose_base_is_not_there_says_how_to_get_it(capsys):
             ("--runs", "x", "--models", "y", "--out", "z", "--device", "H100", "--price=2"),
             "--device, --price: of no effect with --runs, which takes --models and --out alone; leave it out",
         ),
-        (
-            ("{}", *ON, "--draw", "no/x.html"),
-            "no/x.html can't be written: there is no folder no; make it first",
-        ),
-        (
-            ("{}", *ON, "--out", "no/x.toml"),
-            "no/x.toml can't be written: there is no folder no; make it first",
-        ),
-        (
-            ("{}/mixtral", *ON),
-            "this needs transformers, which is not installed: pip install 'shardwright[hf]'",
-        ),
+        (("{}", *ON, "--draw", "no/x.html"), f"no/x.html {NO_FOLDER}"),
+        (("{}", *ON, "--out", "no/x.toml"), f"no/x.toml {NO_FOLDER}"),
+        (("{}/mixtral", *ON), "transformers, which is not installed: pip install 'shardwright[hf]'"),
         (("{}/none", *ON), "vocab_size is None, expected a whole number above 0; a llama needs num_hidden"),
     ],
 )
