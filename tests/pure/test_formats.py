@@ -19,21 +19,16 @@ def deep(levels):
 
 def call(arguments, **more):
     function = {"name": "weather", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-        **more,
-    }
+    made = {"id": "c1", "type": "function", "function": function}
+    return {"role": "assistant", "tool_calls": [made], **more}
 
 
 def test_messages_of_openai_with_calls_parts_and_weights():
+    parts = [{"type": "text", "text": text} for text in ("Weather ", "in Oslo?")]
     record = {
         "messages": [
             {"role": "developer", "content": "Be brief."},
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "Weather "}, {"type": "text", "text": "in Oslo?"}],
-            },
+            {"role": "user", "content": parts},
             call('{"city": "Oslo", "unit": null}', content=None),
             {"role": "tool", "content": "rain", "tool_call_id": "c1"},
             {"role": "assistant", "content": "Rain.", "weight": 0},
@@ -45,15 +40,8 @@ def test_messages_of_openai_with_calls_parts_and_weights():
     }
     chat = parse(record)
     assert isinstance(chat, Chat)
-    assert [m["content"] for m in chat.messages] == [
-        "Be brief.",
-        "Weather in Oslo?",
-        "",
-        "rain",
-        "Rain.",
-        "How do I break in?",
-        "I can't help with that.",
-    ]
+    said = ["Be brief.", "Weather in Oslo?", "", "rain", "Rain.", "How do I break in?"]
+    assert [m["content"] for m in chat.messages] == [*said, "I can't help with that."]
     assert chat.messages[0]["role"] == "system"
     assert chat.messages[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo", "unit": None}
     assert chat.learned == (False, False, True, False, False, False, True)
@@ -112,10 +100,9 @@ def test_conversations_of_sharegpt():
 def test_instructions_of_alpaca_are_a_chat_or_stanfords_text():
     record = parse({"instruction": "Add.", "input": "2, 2", "output": "4", "text": "all of it"})
     assert record == Instruction("Add.", "2, 2", "4")
-    assert record.chat().messages == (
-        {"role": "user", "content": "Add.\n\n2, 2"},
-        {"role": "assistant", "content": "4"},
-    )
+    asked, answered = record.chat().messages
+    assert asked == {"role": "user", "content": "Add.\n\n2, 2"}
+    assert answered == {"role": "assistant", "content": "4"}
     assert record.completion() == Completion(
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n"
@@ -137,39 +124,24 @@ SUN = {"role": "assistant", "content": "Sun."}
 HH = "\n\nHuman: Weather in Oslo?\n\nAssistant: "
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"prompt": [USER], "chosen": [BOT], "rejected": [SUN]},
-        {"chosen": [USER, BOT], "rejected": [USER, SUN]},
-        {"prompt": USER["content"], "chosen": [USER, BOT], "rejected": [USER, SUN], "score_chosen": 8.0},
-        {"prompt": USER["content"], "chosen": [BOT], "rejected": [SUN]},
-        {"prompt": [USER], "chosen": "Rain.", "rejected": "Sun."},
-        {"prompt": json.dumps([USER]), "chosen": json.dumps([BOT]), "rejected": json.dumps([SUN])},
-        {"chosen": f"{HH}Rain.", "rejected": f"{HH}Sun."},
-        {
-            "input": {"messages": [USER], "tools": None},
-            "preferred_output": [BOT],
-            "non_preferred_output": [SUN],
-        },
-        {
-            "conversations": [{"from": "human", "value": USER["content"]}],
-            "chosen": {"from": "gpt", "value": "Rain."},
-            "rejected": {"from": "gpt", "value": "Sun."},
-        },
-    ],
-    ids=[
-        "trl",
-        "whole",
-        "ultrafeedback",
-        "text-prompt",
-        "text-answers",
-        "json",
-        "hh-rlhf",
-        "openai",
-        "sharegpt",
-    ],
-)
+WEATHER = USER["content"]
+GPT = {answer: {"from": "gpt", "value": answer} for answer in ("Rain.", "Sun.")}
+INPUT = {"input": {"messages": [USER], "tools": None}}
+HUMAN = {"conversations": [{"from": "human", "value": WEATHER}]}
+PREFERENCES = {
+    "trl": {"prompt": [USER], "chosen": [BOT], "rejected": [SUN]},
+    "whole": {"chosen": [USER, BOT], "rejected": [USER, SUN]},
+    "ultrafeedback": {"prompt": WEATHER, "chosen": [USER, BOT], "rejected": [USER, SUN], "score_chosen": 8.0},
+    "text-prompt": {"prompt": WEATHER, "chosen": [BOT], "rejected": [SUN]},
+    "text-answers": {"prompt": [USER], "chosen": "Rain.", "rejected": "Sun."},
+    "json": {key: json.dumps([m]) for key, m in (("prompt", USER), ("chosen", BOT), ("rejected", SUN))},
+    "hh-rlhf": {"chosen": f"{HH}Rain.", "rejected": f"{HH}Sun."},
+    "openai": {**INPUT, "preferred_output": [BOT], "non_preferred_output": [SUN]},
+    "sharegpt": {**HUMAN, "chosen": GPT["Rain."], "rejected": GPT["Sun."]},
+}
+
+
+@pytest.mark.parametrize("record", PREFERENCES.values(), ids=PREFERENCES)
 def test_preferences_of_each_kind_are_two_chats_of_which_the_answer_is_learned(record):
     assert parse(record) == Preference(*CHATS)
 
@@ -189,6 +161,11 @@ def test_turns_that_both_answers_share_are_not_learned():
     assert pair.rejected.learned == (False, False, False, True, False, True)
 
 
+def asked(*parts):
+    """An answer to a question of these parts."""
+    return {"messages": [{"role": "user", "content": [*parts]}, BOT]}
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -203,19 +180,13 @@ def test_turns_that_both_answers_share_are_not_learned():
         ({"messages": [USER, {"role": "assistant"}]}, r"'messages'\[1\]\['content'\] is missing, expected"),
         ({"messages": [USER]}, r"'role' of 'messages' is \['user'\], and none is \"assistant\""),
         ({"conversations": [{"from": "gpt"}]}, r"'conversations'\[0\]\['content'\] is missing"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, BOT]},
-            r"'messages'\[0\]\['content'\] has a part 'image_url', expected text",
-        ),
+        (asked({"type": "image_url"}), r"'messages'\[0\]\['content'\] has a part 'image_url', expected text"),
         ({"messages": [USER, call("{}") | {"tool_calls": [7]}]}, r"\['tool_calls'\] has 7, expected"),
         ({"messages": [USER, BOT], "tools": "weather"}, r"'tools' is 'weather', expected a list of JSON"),
         ({"messages": [USER, BOT], "functions": 1}, r"'functions' is 1, expected a list of JSON schemas"),
         ({"messages": [USER, BOT], "functions": "rain"}, r"'functions' is 'rain', expected a list"),
         ({"messages": [USER, BOT], "functions": ["rain"]}, r"'functions' is \['rain'\], expected a list"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": ["text"]}]}, BOT]},
-            r"a part \"\['text'\]\", exp",
-        ),
+        (asked({"type": ["text"]}), r"a part \"\['text'\]\", exp"),
         ({"messages": [deep(2_000)]}, r"it is nested too deeply"),
         ({"chosen": "a", "rejected": [BOT]}, r"'chosen' is 'a' and 'rejected' is \[.*two texts or two lists"),
         ({"chosen": "a", "rejected": "b"}, r"are texts without a 'prompt'"),
