@@ -46,9 +46,8 @@ class Bytes:
         said = [f"<{m['role'][0]}>{self.content(m)}{self.calls(m)};" for m in messages]
         if self.thinks and messages[-1]["role"] == "assistant":
             said[-1] = f"<a>~{messages[-1]['content']};"
-        head = (
-            str(len(messages)) if self.counts else "".join(f"[{t.get('function', t)['name']}]" for t in tools)
-        )
+        told = "".join(f"[{t.get('function', t)['name']}]" for t in tools)
+        head = str(len(messages)) if self.counts else told
         return head + "".join(said) + ("<a>" if add_generation_prompt else "")
 
     def content(self, message):
@@ -96,11 +95,8 @@ def all_of(data):
 
 
 CHAT = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "ho"},
-    {"role": "user", "content": "so"},
-    {"role": "assistant", "content": "no"},
-    {"role": "user", "content": "bye"},
+    {"role": role, "content": said}
+    for role, said in zip(["user", "assistant"] * 3, ["hi", "ho", "so", "no", "bye"], strict=False)
 ]
 
 
@@ -262,9 +258,7 @@ def test_pairs_are_two_examples_whose_answers_are_learned(tmp_path):
             '{"messages": [{"role": "assistant", "content": "a"}]}',
             r"line 3: the tokenizer's chat template refuses it: roles must alternate",
         ),
-        pytest.param(
-            "[" * 10_000 + "]" * 10_000, r"line 3: not JSON \(it is nested too deeply\)", id="nested"
-        ),
+        pytest.param("[" * 10_000 + "]" * 10_000, r"line 3: not JSON \(it is nested too deep", id="nested"),
         ('{"text": "half of a pair: \\ud800"}', r"line 3: it is no text in UTF-8"),
     ],
 )
@@ -281,9 +275,8 @@ def test_a_line_that_is_no_record_is_named_or_skipped(tmp_path, cache, line, mes
 
 def test_templates_that_cannot_be_cut_or_are_not_there_are_refused(tmp_path):
     config = write(tmp_path, {"text": "abc"}, {"messages": CHAT})
-    with pytest.raises(
-        DataError, match=r"line 2: the tokenizer's template writes what comes before message 1"
-    ):
+    says = r"line 2: the tokenizer's template writes what comes before message 1"
+    with pytest.raises(DataError, match=says):
         read(config, Bytes(counts=True))
     bare = Bytes()
     bare.chat_template = None
@@ -372,10 +365,8 @@ def test_a_folder_as_the_hub_has_it_gives_one_split_and_no_pages(tmp_path):
 
 def test_fields_of_other_names_are_given(tmp_path):
     lines = [{"question": "2+2=", "answer": "4"}] * 2
-    assert (
-        texts_of(write(tmp_path, *lines, columns={"prompt": "question", "completion": "answer"}))
-        == ["^2+2=4$"] * 2
-    )
+    config = write(tmp_path, *lines, columns={"prompt": "question", "completion": "answer"})
+    assert texts_of(config) == ["^2+2=4$"] * 2
 
 
 def test_files_are_held_out_whole_and_begin_and_end_with_the_tokenizers_marks(tmp_path):
@@ -581,9 +572,8 @@ def test_packing_leaves_little_room():
 
 
 def test_a_batch_of_pairs_is_what_was_chosen_then_what_was_rejected():
-    examples = [
-        example(3, 10 * i, 1 if i != 2 else 3) for i in range(6)
-    ]  # of the second pair nothing is learned
+    unlearned = [1, 1, 3, 1, 1, 1]  # of what was chosen in the second pair nothing is learned
+    examples = [example(3, 10 * i, count) for i, count in enumerate(unlearned)]
     pairs = Mixture((laid(examples, paired, 4, 0),), per=2)
     assert len(pairs) == 2
     assert pairs.batch([1, 0]).inputs[:, 0].tolist() == [40, 0, 50, 10]
