@@ -171,7 +171,8 @@ def _begins_to_shard() -> bool:
 
 
 # The parameters that modules had before they were sharded. Whoever still holds one (an optimizer built too
-# early, a module tied to it) is told, or is given the sharded one.
+# early, a module tied to it) is told, or is given the sharded one. Not an attribute of them: whoever pickles
+# such a parameter would pickle the model with it.
 _replaced = WeakTensorKeyDictionary()
 
 

@@ -22,7 +22,7 @@ from shardwright.errors import InputError
 from shardwright.torch_private import before_numbers, local_of, spec_of
 
 _meshes: set[int] = set()  # hashes: a mesh would keep its process groups
-_allowed = ContextVar("pickle_shards", default=False)
+_allowed = ContextVar("pickle_shards", default=False)  # of a thread: a save in the background isn't allowed
 _PER_RANK = "_kept_per_rank"
 _MIXED = "got mixed torch.Tensor and DTensor"
 _REMEDY = (

@@ -209,6 +209,7 @@ def _asked(root: nn.Module, policy: Callable[..., bool], ignored: set[nn.Module]
     return found
 
 
+# Of a thread, as a context that ``wrap`` looks up is.
 _enabled: ContextVar[tuple[Wrap, dict[str, Any]] | None] = ContextVar("enabled", default=None)
 
 

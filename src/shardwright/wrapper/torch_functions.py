@@ -7,6 +7,7 @@ From the first of our wrappers on they find ours, too; models without one are to
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -18,17 +19,19 @@ from shardwright.wrapper import states
 from shardwright.wrapper.from_first import Sent, from_first
 from shardwright.wrapper.saving import StatefulWrapper, wrappers_in
 
-_theirs: dict[str, Any] = {}
+
+@cache
+def _theirs() -> dict[str, Any]:
+    """Torch's own, as they were before ``teach``; to import them takes 80 modules."""
+    module = state_functions()
+    return {name: getattr(module, name) for name in STATE_FUNCTIONS}
 
 
 def teach() -> None:
     """Have torch's functions know our wrapper, in this process. A second call does nothing."""
-    module = state_functions()
-    if not _theirs:
-        ours = (_Wrapper, _state_of, _names_of, _tensors_of, _load_model)
-        for name, function in zip(STATE_FUNCTIONS, ours, strict=True):
-            _theirs[name] = getattr(module, name)
-            setattr(module, name, function)
+    ours = (_Wrapper, _state_of, _names_of, _tensors_of, _load_model)
+    for name, function in zip(_theirs(), ours, strict=True):
+        setattr(state_functions(), name, function)
 
 
 _CLASS, _STATE, _NAMES, _TENSORS, _LOAD = STATE_FUNCTIONS
@@ -36,7 +39,7 @@ _CLASS, _STATE, _NAMES, _TENSORS, _LOAD = STATE_FUNCTIONS
 
 class _Class(type):
     def __instancecheck__(cls, each: object) -> bool:
-        return isinstance(each, (StatefulWrapper, _theirs[_CLASS]))
+        return isinstance(each, (StatefulWrapper, _theirs()[_CLASS]))
 
 
 class _Wrapper(metaclass=_Class):
@@ -44,7 +47,7 @@ class _Wrapper(metaclass=_Class):
 
     @staticmethod
     def fsdp_modules(module: nn.Module) -> Any:
-        return wrappers_in(module) or _theirs[_CLASS].fsdp_modules(module)
+        return wrappers_in(module) or _theirs()[_CLASS].fsdp_modules(module)
 
     @staticmethod
     def state_dict_type(module: nn.Module, **options: Any) -> AbstractContextManager[None]:
@@ -64,11 +67,11 @@ def _has_ours(model: nn.Module) -> bool:
 
 
 def _class_for(model: nn.Module) -> Any:
-    return StatefulWrapper if _has_ours(model) else _theirs[_CLASS]
+    return StatefulWrapper if _has_ours(model) else _theirs()[_CLASS]
 
 
 def _state_of(module: nn.Module) -> Any:
-    return module if isinstance(module, StatefulWrapper) else _theirs[_STATE](module)
+    return module if isinstance(module, StatefulWrapper) else _theirs()[_STATE](module)
 
 
 def _names_of(model: nn.Module, name: str, *args: Any, **options: Any) -> set[str]:
@@ -84,7 +87,7 @@ def _names_of(model: nn.Module, name: str, *args: Any, **options: Any) -> set[st
             # An optimizer's state, which our wrapper takes by its own names. Torch would replace these in all
             # keys, also inside of longer ones, and of a rank that has no state.
             options.pop("skip_compiler_prefix", None)
-    return _theirs[_NAMES](model, name, *args, **options)
+    return _theirs()[_NAMES](model, name, *args, **options)
 
 
 def _tensors_of(model: nn.Module, *args: Any) -> Iterator[tuple[str, Any]]:
@@ -93,7 +96,7 @@ def _tensors_of(model: nn.Module, *args: Any) -> Iterator[tuple[str, Any]]:
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False) if flat else ():
         paths.setdefault(id(module), []).append(f"{path}." if path else "")
-    for path, value in _theirs[_TENSORS](model, *args):
+    for path, value in _theirs()[_TENSORS](model, *args):
         param = flat.get(id(value))
         if param is None:
             yield path, value
@@ -107,7 +110,7 @@ def _load_model(model: nn.Module, state: Mapping[str, Any], info: Any) -> Any:
     """Our wrapper takes whole tensors as they are. Those of rank 0 alone are received one by one, and kept
     as shards; those of flat parameters whole until all are there."""
     if not _has_ours(model):
-        return _theirs[_LOAD](model, state, info)
+        return _theirs()[_LOAD](model, state, info)
     if info.broadcast_from_rank0:
         params = states.params_by_name(model)
         received: dict[str, Any] = {}
@@ -116,4 +119,4 @@ def _load_model(model: nn.Module, state: Mapping[str, Any], info: Any) -> Any:
             received[name] = whole if param is None else states.sharded_like(whole, param)
         state = received
     info = replace(info, full_state_dict=False, broadcast_from_rank0=False)
-    return _theirs[_LOAD](model, state, info)
+    return _theirs()[_LOAD](model, state, info)
