@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,10 +33,9 @@ if TYPE_CHECKING:
     from shardwright.plan.cluster import Cluster
     from shardwright.plan.file import Plan
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
-@overload
 def fully_shard(
     module: M,
     *,
@@ -52,36 +51,7 @@ def fully_shard(
     plan: "Plan | str | Path | None" = None,
     cluster: "Cluster | str | Path | None" = None,
     sample: Any = None,
-) -> M: ...
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: PlacementFunction | None = None,
-    mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
-    offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
-    ignored_params: Collection[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    shard_over_all: bool = False,
-) -> list[nn.Module]: ...
-def fully_shard(
-    module: nn.Module | list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: PlacementFunction | None = None,
-    mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
-    offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
-    ignored_params: Collection[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    groups: "Groups | None" = None,
-    shard_over_all: bool = False,
-    plan: "Plan | str | Path | None" = None,
-    cluster: "Cluster | str | Path | None" = None,
-    sample: Any = None,
-) -> Any:
+) -> M:
     """Shard the parameters of a module (or of several, as one group) over the ranks of a mesh.
 
     Call it bottom-up, on each block and then on the whole model. Every rank of the mesh must make the same
@@ -174,23 +144,21 @@ def fully_shard(
         options.check()
         shard_groups(module, groups, ignored, partial(_shard, mesh, options))
         return module
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and has_no_forward(module):
-        check_modules(list(module.children()))
-        for child in module.children():
-            fully_shard(
-                child,
-                mesh=mesh,
-                reshard_after_forward=reshard_after_forward,
-                shard_placement_fn=shard_placement_fn,
-                mp_policy=mp_policy,
-                offload_policy=offload_policy,
-                ignored_params=ignored_params,
-                dp_mesh_dims=dp_mesh_dims,
-                shard_over_all=shard_over_all,
-            )
-        return module
-    shard_as(list(module) if isinstance(module, (list, tuple)) else [module], mesh, options, ignored)
+    if isinstance(module, list | tuple):
+        shard_as(list(module), mesh, options, ignored)
+    else:
+        _shard_each(module, mesh, options, ignored)
     return module
+
+
+def _shard_each(module: Any, mesh: DeviceMesh | None, options: GroupOptions, ignored: set[int]) -> None:
+    """Of a container without a forward each child."""
+    if not (isinstance(module, nn.ModuleList | nn.ModuleDict) and has_no_forward(module)):
+        shard_as([module], mesh, options, ignored)
+        return
+    check_modules(list(module.children()))
+    for child in module.children():
+        _shard_each(child, mesh, options, ignored)
 
 
 def shard_as(

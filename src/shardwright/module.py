@@ -356,10 +356,10 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model of its own, sharded in the same way on the same mesh, with copies of the shards; at
         rest."""
-        from shardwright.engine.building.clone import deep_copy, rebuild  # noqa: PLC0415 copies alone
+        from shardwright.engine.building.clone import deep_copy  # noqa: PLC0415 copies alone
 
-        model, blueprint = deep_copy(cast(nn.Module, self), memo)
-        become_fsdp_modules(rebuild(model, blueprint))
+        model, modules = deep_copy(cast(nn.Module, self), memo)
+        become_fsdp_modules(modules)
         return model
 
     def __reduce_ex__(self, protocol: Any) -> Any:

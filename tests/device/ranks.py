@@ -268,7 +268,7 @@ class Job:
     @staticmethod
     def _fresh() -> list[Any]:
         tables = [cache(made) for made in _TABLES.values()]
-        return [vars(ProcessState()), [], hooks._RootLeftOut(), {}, *tables]
+        return [vars(ProcessState()), hooks._RootLeftOut(), {}, *tables]
 
     def _train(self, rank: int, number: int) -> list[torch.Tensor]:
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=self.size)
