@@ -188,13 +188,7 @@ def take_over(unit: Unit, params: Collection[ShardedParam]) -> None:
             remember_replaced(replaced, unit, sharded)
 
 
-def sharded_from(param: nn.Parameter) -> ShardedParam | None:
-    """What ``fully_shard`` made of a parameter that modules had before; None for any other."""
-    found = _replaced.get(param)
-    return None if found is None else found[1]
-
-
-def owner_of(param: nn.Parameter) -> Unit | None:
-    """The unit that owns what ``fully_shard`` made of ``param``."""
-    found = _replaced.get(param)
-    return None if found is None else found[0]
+def made_of(param: nn.Parameter) -> tuple[Unit, ShardedParam] | None:
+    """What ``fully_shard`` made of a parameter that modules had before, and the unit that owns it; None for
+    any other."""
+    return _replaced.get(param)

@@ -21,10 +21,9 @@ from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import (
     Unit,
     is_sharded,
+    made_of,
     mark,
-    owner_of,
     remember_replaced,
-    sharded_from,
     take_over,
     unit_of,
     units_in,
@@ -100,8 +99,9 @@ def shard_params(
     params: list[ShardedParam] = []
     shared_owners: dict[Unit, None] = {}
     for param, (fqn, sites) in found.items():
-        owner, sharded = owner_of(param), sharded_from(param)
-        if owner is not None and sharded is not None:
+        made = made_of(param)
+        if made is not None:
+            owner, sharded = made
             sharded.sites.extend(sites)
             sharded.show(sharded.sharded)
             owner.deferred = None  # what is read at the new places is not seen
@@ -125,10 +125,10 @@ def check_shared_flat(found: Found, flat: bool) -> None:
 
         check_flat(found)
     for param, (fqn, _) in found.items():
-        owner, sharded = owner_of(param), sharded_from(param)
-        if owner is not None and (flat or (sharded is not None and sharded.members)):
+        made = made_of(param)
+        if made is not None and (flat or made[1].members):
             raise InputError(
-                f"use_orig_params=False: {fqn!r} is shared with {owner.name!r}, which was wrapped before; "
+                f"use_orig_params=False: {fqn!r} is shared with {made[0].name!r}, which was wrapped before; "
                 "wrap the module that holds both as one, or leave the argument out"
             )
 

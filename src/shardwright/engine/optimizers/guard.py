@@ -15,7 +15,7 @@ from shardwright.engine.groups.table import tables
 from shardwright.engine.listeners import State, listeners
 from shardwright.engine.optimizers.registry import KnownOptimizer, registry
 from shardwright.engine.step.runtime import unsettled
-from shardwright.engine.unit import sharded_from
+from shardwright.engine.unit import made_of
 from shardwright.errors import InputError, StageError, UnsupportedTorch, warn
 from shardwright.torch_private import current_graph_task, has_optimizer_kernels
 
@@ -64,7 +64,7 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check(optimizer: Optimizer, params: list[Any]) -> None:
-    stale = [found.fqn for found in map(sharded_from, params) if found is not None]
+    stale = [found[1].fqn for found in map(made_of, params) if found is not None]
     if stale:
         raise StageError(
             f"{type(optimizer).__name__} holds {len(stale)} parameters that fully_shard has replaced, "
