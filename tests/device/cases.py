@@ -595,7 +595,9 @@ def _arrivals_failing(model: nn.Module) -> Iterator[None]:
         return lambda *args: _fail(arrive(*args))
 
     groups = [group for unit in units_in(model) for group in unit.groups]
-    arriving = [each for group in groups for each in (group.buffer, group.gatherer.decoding) if each]
+    buffers = [group.buffer for group in groups if group.buffer]
+    decoding = [group.gatherer.decoding for group in groups]
+    arriving = [*buffers, *(each for each in decoding if not each.is_idle)]
     with ExitStack() as stack:
         for each in arriving:
             stack.enter_context(patch.object(each, "arrive", unending(each.arrive)))
