@@ -36,8 +36,8 @@ WARM_UP_STEPS = 2
 
 def collectives(model: nn.Module) -> tuple[int, int]:
     """All-gathers and reduce-scatters of a step, from its schedule."""
-    stops = [stop for stops in model.schedule().phases.values() for stop in stops]  # type: ignore[operator]
-    kinds = [action.kind for _, actions in stops for action in actions]
+    phases = model.schedule().phases.values()  # type: ignore[operator]
+    kinds = [action.kind for entries in phases for _, actions in entries for action in actions]
     return kinds.count(ActionKind.UNSHARD), kinds.count(ActionKind.REDUCE)
 
 

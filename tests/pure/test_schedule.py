@@ -86,7 +86,7 @@ def test_any_plan_is_sound_and_has_an_end(step, policy):
     schedule = plan(orders, policy, facts.__getitem__)
     check(schedule)
     for phase, order in orders.items():
-        assert tuple(stop.event for stop in schedule.phases[phase]) == order
+        assert tuple(entry.event for entry in schedule.phases[phase]) == order
 
 
 @given(steps(), POLICIES)
@@ -126,7 +126,7 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
         in_flight: dict[int, int] = {}  # group, not waited for -> number of its all-gather
         landed: set[int | None] = set()  # all-gathers of which a group has been waited for
         number = 0
-        for phase, (event, actions) in ((p, stop) for p in phases for stop in schedule.phases[p]):
+        for phase, (event, actions) in ((p, entry) for p in phases for entry in schedule.phases[p]):
             issued = [a for a in actions if a.kind is ActionKind.UNSHARD and a.group != event.group]
             assert not any(facts[group].no_prefetch for action in issued for group in action.groups)
             listed = facts[event.group].ahead_in_backward if phase is Phase.BACKWARD else None
@@ -160,7 +160,9 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
 def test_what_shares_a_collective_is_small_and_of_one_bucket_key(step, policy):
     orders, facts = step
     for actions in (
-        actions for stops in plan(orders, policy, facts.__getitem__).phases.values() for _, actions in stops
+        actions
+        for entries in plan(orders, policy, facts.__getitem__).phases.values()
+        for _, actions in entries
     ):
         for action in actions:
             if action.kind is ActionKind.UNSHARD:
@@ -223,9 +225,9 @@ def chain(num_groups: int) -> dict[Phase, tuple[Event, ...]]:
 def test_each_group_is_issued_exactly_one_use_ahead():
     schedule = plan(chain(5), SchedulePolicy(), lambda _: GroupSpec())
     for phase, last in ((Phase.FORWARD, 4), (Phase.BACKWARD, 0)):
-        begins = [stop for stop in schedule.phases[phase] if stop.event.kind in BEGINS]
-        for stop, following in pairwise(begins):
-            assert Action(ActionKind.UNSHARD, (following.event.group,)) in stop.actions
+        begins = [entry for entry in schedule.phases[phase] if entry.event.kind in BEGINS]
+        for entry, following in pairwise(begins):
+            assert Action(ActionKind.UNSHARD, (following.event.group,)) in entry.actions
         assert begins[-1].event.group == last
 
 
@@ -244,8 +246,8 @@ def test_post_prefetch_issues_each_gather_at_the_end_of_the_backward_before_it()
 def test_no_prefetch_issues_each_gather_when_its_group_is_needed():
     policy = SchedulePolicy(backward_prefetch=BackwardPrefetch.NONE, forward_prefetch=False)
     schedule = plan(chain(4), policy, lambda _: GroupSpec())
-    for stops in schedule.phases.values():
-        for event, actions in stops:
+    for entries in schedule.phases.values():
+        for event, actions in entries:
             assert all(a.group == event.group for a in actions if a.kind is ActionKind.UNSHARD)
 
 
@@ -330,7 +332,7 @@ backward
 
 def test_without_a_cap_every_group_has_its_own_collectives():
     schedule = tiny(SchedulePolicy(bucket_cap_mb=0))
-    kinds = [action for stops in schedule.phases.values() for _, actions in stops for action in actions]
+    kinds = [action for entries in schedule.phases.values() for _, actions in entries for action in actions]
     assert not any(action.groups[1:] or action.kind is ActionKind.HOLD for action in kinds)
 
 
@@ -397,7 +399,7 @@ def test_groups_join_a_collective_of_another_one_up_to_the_cap(nbytes, cap, shar
     assert str(issued[1]) == f"unshard {shared}"
 
 
-def stops(*lines: str) -> Schedule:
+def schedule_of(*lines: str) -> Schedule:
     return Schedule.parse("\n".join(lines))
 
 
@@ -424,7 +426,7 @@ def stops(*lines: str) -> Schedule:
 )
 def test_check_finds_each_kind_of_unsound_schedule(lines, complaint):
     with pytest.raises(AssertionError, match=complaint):
-        check(stops(*lines))
+        check(schedule_of(*lines))
 
 
 @pytest.mark.parametrize(
@@ -436,7 +438,7 @@ def test_check_finds_each_kind_of_unsound_schedule(lines, complaint):
     ],
 )
 def test_what_a_backward_or_another_evaluation_may_still_need_is_sound(lines):
-    check(stops(*lines))
+    check(schedule_of(*lines))
 
 
 @pytest.mark.parametrize(
@@ -498,11 +500,11 @@ def test_without_asserts_schedules_are_parsed_and_checked_alike():
     assert lines[3] == "F- 0 : reshard 0: reshards group 0, which is at rest"
 
 
-def test_a_stop_prints_its_event_and_actions():
-    stop = ScheduleEntry(
+def test_an_entry_prints_its_event_and_actions():
+    entry = ScheduleEntry(
         Event(EventKind.FORWARD_BEGIN, 3), (Action(ActionKind.UNSHARD, (4,)), Action(ActionKind.WAIT, (3,)))
     )
-    assert str(stop) == "F+ 3 : unshard 4, wait 3"
+    assert str(entry) == "F+ 3 : unshard 4, wait 3"
 
 
 @pytest.mark.parametrize(

@@ -16,21 +16,21 @@ def check(schedule: Schedule) -> None:
     reduction and never before, and a step ends with every group at rest and no reduction in flight. After an
     evaluation groups may stay unsharded, with no all-gather in flight.
 
-    Raises: ScheduleError that names the stop and the group.
+    Raises: ScheduleError that names the entry and the group.
     """
     for start in (Phase.EVALUATION, Phase.FORWARD):
-        stops = list(schedule.phases.get(start, ()))
+        entries = list(schedule.phases.get(start, ()))
         if start is Phase.FORWARD:
-            stops += schedule.phases.get(Phase.BACKWARD, ())
+            entries += schedule.phases.get(Phase.BACKWARD, ())
         state = _State()
-        for stop in stops:
-            for action in stop.actions:
+        for entry in entries:
+            for action in entry.actions:
                 for group in action.groups:
-                    state.take(stop, action, group)
-            if stop.event.kind in BEGINS:
-                group = stop.event.group
-                _require(state.live.get(group), f"{stop}: group {group} is used before its wait")
-        if stops and (start is Phase.EVALUATION or Phase.BACKWARD in schedule.phases):
+                    state.take(entry, action, group)
+            if entry.event.kind in BEGINS:
+                group = entry.event.group
+                _require(state.live.get(group), f"{entry}: group {group} is used before its wait")
+        if entries and (start is Phase.EVALUATION or Phase.BACKWARD in schedule.phases):
             stays = start is Phase.EVALUATION
             live = {group for group, waited in state.live.items() if not (stays and waited)}
             left = (live, state.held, state.reducing)
@@ -52,33 +52,33 @@ class _State:
     reducing: set[int] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
 
-    def take(self, stop: ScheduleEntry, action: Action, group: int) -> None:
+    def take(self, entry: ScheduleEntry, action: Action, group: int) -> None:
         """What ``action`` does to one of its groups."""
         live, kind = self.live, action.kind
         if kind is ActionKind.UNSHARD:
-            _require(group not in live, f"{stop}: group {group} is unsharded twice")
+            _require(group not in live, f"{entry}: group {group} is unsharded twice")
             live[group] = False
         elif kind is ActionKind.WAIT:
-            _require(group in live, f"{stop}: waits for group {group}, which nothing has unsharded")
+            _require(group in live, f"{entry}: waits for group {group}, which nothing has unsharded")
             live[group] = True
         elif kind is ActionKind.RESHARD:
-            _require(group in live, f"{stop}: reshards group {group}, which is at rest")
+            _require(group in live, f"{entry}: reshards group {group}, which is at rest")
             del live[group]
         elif kind is ActionKind.WAIT_REDUCE:
-            _require(group in self.reducing, f"{stop}: group {group} has no reduction in flight to wait for")
+            _require(group in self.reducing, f"{entry}: group {group} has no reduction in flight to wait for")
             self.reducing.remove(group)
             self.reduced.add(group)
         elif kind is ActionKind.ALL_REDUCE:
             _require(
-                group in self.reduced, f"{stop}: all-reduces group {group}, whose gradients aren't reduced"
+                group in self.reduced, f"{entry}: all-reduces group {group}, whose gradients aren't reduced"
             )
         elif kind is ActionKind.STEP:
-            _require(group in self.reduced, f"{stop}: steps group {group}, whose gradients aren't reduced")
+            _require(group in self.reduced, f"{entry}: steps group {group}, whose gradients aren't reduced")
             self.reduced.remove(group)
         elif kind in (ActionKind.HOLD, ActionKind.REDUCE):
-            _require(group not in self.reducing, f"{stop}: group {group} is already being reduced")
+            _require(group not in self.reducing, f"{entry}: group {group} is already being reduced")
             if kind is ActionKind.HOLD:
-                _require(group not in self.held, f"{stop}: gradients of group {group} are held already")
+                _require(group not in self.held, f"{entry}: gradients of group {group} are held already")
                 self.held.add(group)
             else:
                 self.held.discard(group)

@@ -89,7 +89,7 @@ class ActionKind(StrEnum):
 
 
 class Phase(StrEnum):
-    """The part of a step that a list of stops belongs to."""
+    """The part of a step that a list of entries belongs to."""
 
     FORWARD = "forward"
     EVALUATION = "evaluation"
@@ -226,7 +226,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stops of each phase, in order. Compare, print, ``parse`` or ``check`` it; it holds no tensors.
+    """The entries of each phase, in order. Compare, print, ``parse`` or ``check`` it; it holds no tensors.
 
     names: of the groups, by number: the text has them in place of numbers. Schedules compare without them.
     """
@@ -236,9 +236,9 @@ class Schedule:
 
     def __str__(self) -> str:
         lines = []
-        for phase, stops in self.phases.items():
+        for phase, entries in self.phases.items():
             lines.append(str(phase))
-            lines.extend(f"  {stop.text(self.names)}" for stop in stops)
+            lines.extend(f"  {entry.text(self.names)}" for entry in entries)
         return "\n".join(lines)
 
     @staticmethod
@@ -246,24 +246,24 @@ class Schedule:
         """The schedule that prints as ``text``; names: of its groups, where it has them. Raises: InputError
         naming the line that doesn't parse."""
         phases: dict[Phase, list[ScheduleEntry]] = {}
-        stops: list[ScheduleEntry] | None = None
+        entries: list[ScheduleEntry] | None = None
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 if line.strip() in list(Phase):
-                    stops = phases.setdefault(Phase(line.strip()), [])
+                    entries = phases.setdefault(Phase(line.strip()), [])
                 elif line.strip():
-                    if stops is None:
-                        raise ValueError(f"a stop before its phase; first a line with one of {[*Phase]}")
-                    stops.append(_parse_stop(line, names))
+                    if entries is None:
+                        raise ValueError(f"an entry before its phase; first a line with one of {[*Phase]}")
+                    entries.append(_parse_entry(line, names))
             except ValueError as error:
                 raise InputError(
                     f"line {number} of the schedule doesn't parse: {line!r} ({error}); a line is a phase, "
-                    "or a stop as str(schedule) prints it"
+                    "or an entry as str(schedule) prints it"
                 ) from error
-        return Schedule({phase: tuple(stops) for phase, stops in phases.items()}, names)
+        return Schedule({phase: tuple(entries) for phase, entries in phases.items()}, names)
 
 
-def _parse_stop(line: str, names: tuple[str, ...]) -> ScheduleEntry:
+def _parse_entry(line: str, names: tuple[str, ...]) -> ScheduleEntry:
     numbers = {name: number for number, name in enumerate(names)}
 
     def number_of(word: str) -> int:
