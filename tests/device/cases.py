@@ -44,7 +44,6 @@ from shardwright.engine.building import deferred
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.step import batches
 from shardwright.engine.unit import unit_of, units_in
-from shardwright.params.buffer import ReorderedBuffer
 from shardwright.policy import OptimizerOffloadPolicy
 from shardwright.schedule.schedule import ActionKind, Phase
 from shardwright.torch_private import all_gather_of, reduce_scatter_of
@@ -472,8 +471,8 @@ def _read(unit: FSDPModule) -> list[torch.Tensor]:
 def _held(model: nn.Module) -> list[torch.Tensor]:
     """Bytes of buffers, now and at most; and now of those that are only gathered into."""
     found, groups = stats(model), [group for unit in units_in(model) for group in unit.groups]
-    wires = [group.buffer.wire for group in groups if isinstance(group.buffer, ReorderedBuffer)]
-    nbytes = sum(wire.allocated_nbytes for wire in wires)
+    wires = [group.buffer.wire for group in groups if group.buffer is not None]
+    nbytes = sum(wire.allocated_nbytes for wire in wires if wire is not None)
     return [torch.full((), n) for n in (found.unsharded_nbytes, found.peak_unsharded_nbytes, nbytes)]
 
 

@@ -59,8 +59,12 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
     "engine/groups/reducer.py": ("plain", "hybrid", "offloaded", "steps in the backward, offloaded"),
     "engine/step/runtime.py": ("plain", "half", "hybrid"),
     "module.py": ("plain", "half"),
-    "params/binding.py": ("plain", "different layers by rank"),
-    "params/buffer.py": ("another dim", "another dim, in a smaller world"),
+    "params/binding.py": (
+        "plain",
+        "different layers by rank",
+        "another dim",
+        "another dim, in a smaller world",
+    ),
     "engine/groups/decoding.py": (
         "quantised",
         "quantised in a smaller world",

@@ -124,7 +124,7 @@ def test_a_group_gives_the_device_few_kernels_a_step(kind):
 
 
 ARRIVING = {
-    "another dim": "params/buffer.py",
+    "another dim": "params/binding.py",
     "rows in use": "params/rows.py",
     "quantised": "quantized/nf4.py",
 }

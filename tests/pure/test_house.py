@@ -131,7 +131,7 @@ BAD = [
     (stray_private_names, {"api.py": "from torch import nn\nx = nn.modules.conv._ConvNd"}),
     (stray_private_names, {"api.py": "import torch\naten = torch.ops.aten\nx = aten._fused_adam_"}),
     (stray_private_names, {"api.py": "import_module('torch.distributed._composable.fsdp')"}),
-    (stray_private_names, {"engine/groups/versions.py": "def f(param):\n    return param._version"}),
+    (stray_private_names, {"params/binding.py": "def f(param):\n    return param._version"}),
     (stray_private_names, {"xla/state.py": "def f(m):\n    return getattr(m, '_parameters')"}),
     (stray_private_names, {"module.py": "class A:\n    def f(self):\n        super()._apply(1)"}),
     (house.unbounded_groups, {"api.py": "init_process_group('gloo', rank=0)"}),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.params.buffer import Buffer
+from shardwright.params.binding import Buffer
 from shardwright.transport.cpu.pages import (
     HUGE_PAGE_NBYTES,
     Pool,
@@ -80,7 +80,7 @@ def test_memory_is_used_again_when_the_last_tensor_over_it_dies():
 
 ROUNDS = """
 import resource, torch
-from shardwright.params.buffer import Buffer
+from shardwright.params.binding import Buffer
 buffer = Buffer(12 << 20, torch.device("cpu"))
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -125,7 +125,7 @@ def test_what_the_environment_chooses_of_malloc_is_left_alone():
 HOLES = """
 import torch
 from shardwright.transport.host_memory import resident_nbytes
-from shardwright.params.buffer import Buffer
+from shardwright.params.binding import Buffer
 from shardwright.transport.cpu.pages import give_back_freed_pages
 Buffer(1 << 20, torch.device("cpu")).alloc()
 blocks = [torch.ones(1 << 18) for _ in range(200)]

@@ -61,11 +61,11 @@ CORE = {
     "": "setters",
     "engine": "asked containers costs gather_full listeners unit",
     "engine/building": "build checks clone deferred grouping torch_state",
-    "engine/groups": "decoding gatherer gradient_state grads group reducer table versions",
+    "engine/groups": "decoding gatherer gradient_state grads group reducer table",
     "engine/optimizers": "away guard in_backward registry",
     "engine/step": "backward batches consensus executor held_memory hooks runtime same_model turns",
     "params": """
-        at_rest binding buffer first_weights flat_param load_plain offload param placement rows
+        at_rest binding first_weights flat_param load_plain offload param placement rows
         smaller_world subclass
     """,
     "quantized": "__init__ codec codecs module",

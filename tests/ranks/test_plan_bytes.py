@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from shardwright import SchedulePolicy, fully_shard
-from shardwright.engine.groups import versions
+from shardwright.engine.groups import group as groups
 from shardwright.engine.step.runtime import Runtime
-from shardwright.params.buffer import Buffer
+from shardwright.params.binding import Buffer
 from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
 from tests.ranks.live import counted_at_events, storages_here
@@ -122,7 +122,7 @@ def count_with_a_late_free(rank, world, names, policies):
                 due.remove(buffer)
 
         patched = mock.patch.object(Buffer, "free", free_late), mock.patch.object(Runtime, "at", at_late)
-        unseen = mock.patch.object(versions, "has_memory", lambda face: False)  # which would tell it at once
+        unseen = mock.patch.object(groups, "moved_memory", lambda *_: None)  # which would tell it at once
         with nullcontext() if steps[0] < 3 else patched[0], patched[1], unseen:
             step(model, x)
 

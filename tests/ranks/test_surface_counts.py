@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwright import MixedPrecisionPolicy, SchedulePolicy, checkpoint, fully_shard, set_transport, stats
 from shardwright.errors import StageError
-from shardwright.params.buffer import Buffer
+from shardwright.params.binding import Buffer
 from shardwright.params.smaller_world import SmallerWorld
 from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
 from tests.ranks.pool import on_ranks

@@ -1,4 +1,11 @@
-"""Laying the unsharded faces of a group's parameters into one buffer, and lists of what lies where."""
+"""The unsharded faces of a group's parameters: the memory that they lie in, where each lies there, what
+modules show, and what was written into them.
+
+The memory is one storage, freed and regrown in place. Autograd saves tensors that view this storage. So it
+must be the same storage object for the life of the group: swapping the parameter's data between pooled
+buffers would let the backward of one layer read the weights of another. ``resize_(0)`` really frees the
+memory, and every saved view reads the regrown one.
+"""
 
 from collections.abc import Container, Sequence
 from math import gcd, prod
@@ -8,13 +15,85 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.errors import InputError
-from shardwright.params.buffer import Buffer, ReorderedBuffer
-from shardwright.params.param import ShardedParam
+from shardwright.errors import InputError, StageError
+from shardwright.params.param import ShardedParam, Versions
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, contiguous_strides
-from shardwright.torch_private import foreach_copy_, local_of, parameters_of
+from shardwright.torch_private import foreach_copy_, local_of, parameters_of, set_versions, version_of
 from shardwright.transport.base import Kept, Segment, Sends, copy_together
+from shardwright.transport.cpu.pages import HUGE_PAGE_NBYTES, advise_huge, keep_freed_pages
+
+
+class Buffer:
+    """``nbytes`` of device memory, given back and taken again at a stable storage. Starts freed.
+
+    wire: where some of what lies in it is gathered, in another order or dtype. pairs: for that a part of this
+        memory, through tensors of its own, and the part of the wire that it is copied from.
+    allocated_nbytes: held now, of both.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, wire: "Buffer | None" = None) -> None:
+        self.nbytes = nbytes
+        self.allocated_nbytes = 0
+        self.wire = wire
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._storage = torch.UntypedStorage(0, device=device)
+        if self._storage.device.type == "cpu" and nbytes >= HUGE_PAGE_NBYTES:
+            keep_freed_pages()
+
+    def alloc(self) -> None:
+        """Take the memory (uninitialised). No-op where it is already held."""
+        if self._storage.nbytes() != self.nbytes:
+            self._storage.resize_(self.nbytes)
+            if self.nbytes >= HUGE_PAGE_NBYTES:
+                advise_huge(self._storage)
+        self.allocated_nbytes = self.nbytes
+        if self.wire is not None:
+            self.wire.alloc()
+            self.allocated_nbytes += self.wire.nbytes
+
+    def free(self) -> None:
+        """Give the memory back; tensors over it may not be read until it is taken and filled again."""
+        self._storage.resize_(0)
+        self.allocated_nbytes = 0
+        if self.wire is not None:
+            self.wire.free()
+
+    def arrive(self, keep_wire: bool) -> None:
+        """Copy what was gathered on the wire to its place of use. keep_wire: it is still needed while
+        unsharded."""
+        for place, part in self.pairs:
+            place.copy_(part)
+        if self.wire is not None and not keep_wire:
+            self.wire.free()
+            self.allocated_nbytes = self.nbytes
+
+    def tensor(
+        self, dtype: torch.dtype, offset_nbytes: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A tensor over the memory, which must be held."""
+        # Over the storage, and no view of another tensor: so it has a version counter of its own, and filling
+        # the buffer doesn't look like an in-place change of a weight.
+        empty = torch.empty(0, dtype=dtype, device=self._storage.device)
+        return empty.set_(self._storage, offset_nbytes // dtype.itemsize, shape, strides)  # type: ignore[arg-type]
+
+
+def bind(
+    param: ShardedParam,
+    buffer: Buffer,
+    offset_nbytes: int,
+    dtype: torch.dtype,
+    face: torch.Tensor | None = None,
+) -> None:
+    """Lay the region that ``param`` is gathered in at ``offset_nbytes`` of ``buffer`` (which must hold its
+    memory), and the unsharded face there too, if that isn't ``face``."""
+    layout, rank = param.layout, param.axis.rank
+    region = buffer.tensor(dtype, offset_nbytes, (layout.padded_numel,), (1,))
+    begin = offset_nbytes + layout.span(rank)[0] * dtype.itemsize
+    own = buffer.tensor(dtype, begin, layout.shard_shape(rank), layout.strides)
+    whole = buffer.tensor(dtype, offset_nbytes, layout.shape, layout.strides) if face is None else face
+    param.bind_to(whole, Segment(region, layout.spans, kept=Kept()), own)
+
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # torch calls it from 2.15 on
@@ -96,33 +175,31 @@ def own_buffer(bound: Typed, device: torch.device, keeps_order: bool = False) ->
     across = [stack for stack in stacks if stack.lies_elsewhere]
     layout = GroupLayout(tuple(s.layout for s in stacks), tuple(s.dtype.itemsize for s in stacks))
     where = GroupLayout(tuple(s.layout for s in across), tuple(s.sent.itemsize for s in across))
-    wire = Buffer(where.nbytes, device)
     wire_offsets = iter(where.offsets_nbytes)
-    reordered = ReorderedBuffer(layout.nbytes, wire, device) if across else None
-    buffer = reordered or Buffer(layout.nbytes, device)
+    buffer = Buffer(layout.nbytes, device, Buffer(where.nbytes, device) if across else None)
     buffer.alloc()
     for stack, offset in zip(stacks, layout.offsets_nbytes, strict=True):
-        if reordered is None or not stack.lies_elsewhere:
-            stack.params[0].bind(buffer, offset, stack.dtype)
+        if buffer.wire is None or not stack.lies_elsewhere:
+            bind(stack.params[0], buffer, offset, stack.dtype)
         elif keeps_order or stack.layout.in_order:
-            _bind_transposed(reordered, offset, next(wire_offsets), stack)
+            _bind_transposed(buffer, buffer.wire, offset, next(wire_offsets), stack)
         else:
-            _bind_stack(reordered, offset, next(wire_offsets), stack)
+            _bind_stack(buffer, buffer.wire, offset, next(wire_offsets), stack)
     buffer.free()
     return buffer
 
 
-def _bind_transposed(buffer: ReorderedBuffer, offset: int, wire_offset: int, stack: _Stack) -> None:
+def _bind_transposed(buffer: Buffer, wire: Buffer, offset: int, wire_offset: int, stack: _Stack) -> None:
     param, dtype, layout = stack.params[0], stack.dtype, stack.layout
     strides = contiguous_strides(layout.shape)
     face, filled = (buffer.tensor(dtype, offset, layout.shape, strides) for _ in range(2))
-    param.bind(buffer.wire, wire_offset, stack.sent, face)
-    gathered = buffer.wire.tensor(stack.sent, wire_offset, layout.shape, layout.strides)
+    bind(param, wire, wire_offset, stack.sent, face)
+    gathered = wire.tensor(stack.sent, wire_offset, layout.shape, layout.strides)
     buffer.pairs.append((filled, gathered))  # not the face: filling is no in-place change of a weight
 
 
-def _bind_stack(buffer: ReorderedBuffer, offset: int, wire_offset: int, stack: _Stack) -> None:
-    dtype, sent, layout, wire = stack.dtype, stack.sent, stack.layout, buffer.wire
+def _bind_stack(buffer: Buffer, wire: Buffer, offset: int, wire_offset: int, stack: _Stack) -> None:
+    dtype, sent, layout = stack.dtype, stack.sent, stack.layout
     outer, rank = layout.shape[0], stack.params[0].axis.rank
     width, own_width, part = (
         prod(shape[1:]) for shape in (layout.shape, layout.shard_shape(rank), layout.shard_shape(0))
@@ -208,14 +285,15 @@ class Bound:
                 segment.kept.on, segment.kept.codes = what.changes, what.codes
 
     def is_current(self) -> bool:
-        """Whether every parameter is still the one that was found, with its memory, dtype and sites."""
-        for param, shown, name, num_sites in self._found:
-            if shown.get(name) is not param.sharded or len(param.sites) != num_sites:
+        """Whether every parameter is still the one that was found, with its memory, dtype, sites and
+        extension."""
+        for (param, shown, name, num_sites), was in zip(self._found, self._shards, strict=True):
+            sharded, local, dtype, device = was
+            if param.sharded is not sharded or shown.get(name) is not sharded:
                 return False
-        for (param, *_), (sharded, local, dtype, device) in zip(self._found, self._shards, strict=True):
-            if param.sharded is not sharded or local_of(sharded) is not local:
+            if local_of(sharded) is not local or sharded.dtype != dtype or local.device != device:
                 return False
-            if sharded.dtype != dtype or local.device != device:
+            if len(param.sites) != num_sites:
                 return False
             # Both methods of a subclass may be set on its tensor at any time.
             if hasattr(local, PRE) != param.extended or hasattr(local, POST) != param.extended:
@@ -261,3 +339,76 @@ class Bound:
 
 
 _Shown = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
+
+
+class FaceVersions:
+    """The version counters of a group's unsharded parameters: by them autograd sees whether a backward reads
+    what its forward has saved, and a group sees what was edited.
+
+    Autograd saves with a tensor how often it was changed in place, and raises where that is another number in
+    the backward. So a counter here goes up by what was written into either face of its parameter, the shard
+    by an optimizer or a load, the unsharded one by an edit; and while the memory isn't whole, it is one
+    higher than any that a forward can have saved.
+
+    is_whole: whether their memory is filled. gathered: versions of the shards that it was filled from; ()
+    where they may have been written without a mark since.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole = False
+        self.gathered: Versions = ()
+        self._faces: tuple[torch.Tensor, ...] = ()
+        self._versions: tuple[int, ...] = ()  # of each face, as of the last call
+        self._shards: Versions = ()  # that they stand for
+
+    def follow(self, faces: tuple[torch.Tensor, ...], shards: Versions) -> None:
+        """The memory of ``faces`` holds the shards, which have the versions ``shards``, one for each face."""
+        before = zip(self._faces, self._versions, self._shards, strict=True)
+        known = {id(face): (version, shard) for face, version, shard in before}
+        versions = []
+        for face, shard in zip(faces, shards, strict=True):
+            version, counted = known.get(id(face), (version_of(face), shard))
+            version = version_of(face) if self.is_whole else version
+            versions.append(version if shard == counted else version + 1)
+        self._faces, self._shards = faces, shards
+        self._set(versions)
+        self.is_whole = True
+
+    def edited(self) -> list[bool]:
+        """Of each face whether it was edited since its memory was filled."""
+        pairs = zip(self._faces, self._versions, strict=True)
+        return [self.is_whole and version_of(face) != version for face, version in pairs]
+
+    def count(self, shards: Versions) -> None:
+        """The edits are in the shards now, which have the versions ``shards``."""
+        self.gathered = self._shards = shards
+        self._set(list(map(version_of, self._faces)))
+
+    def hide(self) -> None:
+        """The memory is given back."""
+        if self.is_whole:
+            versions = list(map(version_of, self._faces))  # also those of edits that were dropped
+            self._set([version + 1 for version in versions])
+            self._versions, self.is_whole = tuple(versions), False
+
+    def _set(self, versions: Sequence[int]) -> None:
+        self._versions = tuple(versions)
+        set_versions(self._faces, self._versions)
+        # Of a DTensor (tensor parallelism) also the local tensor's, which ``to_local()`` shares.
+        pairs = zip(self._faces, versions, strict=True)
+        inner = [(local_of(face), version) for face, version in pairs if isinstance(face, DTensor)]
+        if inner:
+            set_versions(tuple(face for face, _ in inner), tuple(version for _, version in inner))
+
+
+def moved_memory(params: Sequence[ShardedParam], faces: Sequence[torch.Tensor]) -> StageError | None:
+    """What to raise where one of ``faces``, whose memory was given back, has other memory."""
+    for param, face in zip(params, faces, strict=True):
+        plain = local_of(face) if isinstance(face, DTensor) else face
+        if not param.extended and plain.untyped_storage().nbytes():
+            return StageError(
+                f"parameter {param.fqn!r} was given other memory while it was unsharded (`.to()`, "
+                "`param.data = ...`), which its shards don't follow. Edit it in place, inside of "
+                "`with model.unsharded():`, or convert the model between steps, after model.reshard()"
+            )
+    return None

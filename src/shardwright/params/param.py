@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError, StageError
 from shardwright.params.at_rest import guard
-from shardwright.params.buffer import Buffer
 from shardwright.params.placement import ParamPlacement, Split
 from shardwright.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwright.schedule.layout import FlatEntry, ParamLayout
@@ -33,7 +32,7 @@ from shardwright.torch_private import (
     take_over_hooks,
     version_of,
 )
-from shardwright.transport.base import Kept, Segment
+from shardwright.transport.base import Segment
 from shardwright.transport.mesh import Axis
 
 Versions = tuple[tuple[int, int], ...]
@@ -97,7 +96,7 @@ class Unsharded:
     own: (
         torch.Tensor
     )  # this rank's part of what is gathered, in the shape of the local shard: of the face or,
-    # where that is filled on arrival (`ReorderedBuffer`), of the wire, whose dtype may be another
+    # where that is filled on arrival (`Buffer.wire`), of the wire, whose dtype may be another
 
 
 class ShardedParam:
@@ -327,18 +326,6 @@ class ShardedParam:
         assert self.bound is not None, "bind() first"
         return self.bound.param
 
-    def bind(
-        self, buffer: Buffer, offset_nbytes: int, dtype: torch.dtype, face: torch.Tensor | None = None
-    ) -> None:
-        """Lay the region that it is gathered in at ``offset_nbytes`` of ``buffer`` (which must hold its
-        memory), and the unsharded face there too, if that isn't ``face``."""
-        layout = self.layout
-        region = buffer.tensor(dtype, offset_nbytes, (layout.padded_numel,), (1,))
-        begin = offset_nbytes + layout.span(self.axis.rank)[0] * dtype.itemsize
-        own = buffer.tensor(dtype, begin, layout.shard_shape(self.axis.rank), layout.strides)
-        whole = buffer.tensor(dtype, offset_nbytes, layout.shape, layout.strides) if face is None else face
-        self.bind_to(whole, Segment(region, layout.spans, kept=Kept()), own)
-
     def bind_to(self, whole: torch.Tensor, segment: Segment, own: torch.Tensor) -> None:
         """Make ``whole`` the unsharded face. segment: where it is gathered. own: this rank's place there."""
         if self.inner is not None:
@@ -390,6 +377,12 @@ class ShardedParam:
     def write_back(self) -> None:
         """Copy these rows into the shard."""
         self.local.copy_(self.rows)
+
+    @property
+    def differs(self) -> bool:
+        """Whether these rows aren't the shard in the dtype that was sent, in theirs."""
+        rows = self.rows.to(self.local.device)
+        return not torch.equal(rows, self.local.to(self.own.dtype).to(rows.dtype))
 
     def gather_segment(self, layout: ParamLayout | None = None) -> Segment:
         """Its part in the group's all-gather; ``layout``: over another world, at most as large."""

@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import InputError, StageError
-from shardwright.params.binding import POST, PRE, RELEASE, is_extended
-from shardwright.params.buffer import Buffer
+from shardwright.params.binding import POST, PRE, RELEASE, Buffer, is_extended
 from shardwright.params.param import ParamSite, ShardedParam, Unsharded, give
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ParamLayout, Spans

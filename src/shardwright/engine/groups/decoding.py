@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError
-from shardwright.params.buffer import Buffer
+from shardwright.params.binding import Buffer, bind
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.quantized import encodings
@@ -142,7 +142,7 @@ class Decoding:
         self.wire = Buffer(layout.nbytes, self._device)
         self.wire.alloc()
         for part, offset, dtype in zip(parts, layout.offsets_nbytes, dtypes, strict=True):
-            part.bind(self.wire, offset, dtype)
+            bind(part, self.wire, offset, dtype)
         self.wire.free()
         how = [pair.encoding for pair in self.pairs]
         offsets, nbytes = pack([torch.Size(e.shape).numel() * e.compute_dtype.itemsize for e in how])

@@ -22,7 +22,7 @@ What waits when its backward ends has a stand-in in ``grad`` of the shard, so th
 takes no memory. What reads it raises; to clear it in place is all that can be done with it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -299,12 +299,12 @@ class GradientState:
             self.brought.clear()
 
     def _pass_on(self, sums: Grads) -> None:
+        totals = cast(list(sums.values()), [param.sharded.dtype for param in sums])
+        sums = dict(zip(sums, totals, strict=True))
         split = next(iter(sums)).split
         if not split.on_host or split.offload_streams is None:
             self._add(sums)
-            return
-        sums = _at_rest(sums)
-        if split.grads_on_host:
+        elif split.grads_on_host:
             self._send(sums)
         else:
             self.put(GradPlace.ON_DEVICE, sums)
@@ -339,11 +339,11 @@ class GradientState:
         self._add(sums)
 
     def _add(self, sums: Grads) -> None:
-        """Add sums, 1-D, to ``sharded.grad`` (in the dtypes at rest), as the hooks of ``register_hook``
+        """Add sums, 1-D and in the dtypes at rest, to ``sharded.grad``, as the hooks of ``register_hook``
         change them; then call those that wait for them. Raises: InputError for a gradient that the caller has
         set to something else; StageError where a part of it was lost."""
         again: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for param, total in _at_rest(sums).items():
+        for param, total in sums.items():
             sharded = param.sharded
             shard, grad = local_of(sharded), sharded.grad
             local = total.view(shard.shape).to(shard.device)
@@ -374,11 +374,6 @@ class GradientState:
         for param in sums:
             for hook in tuple((post_accumulate_grad_hooks_of(param.sharded) or {}).values()):
                 hook(param.sharded)
-
-
-def _at_rest(sums: Mapping[ShardedParam, torch.Tensor]) -> Grads:
-    totals = cast(list(sums.values()), [param.sharded.dtype for param in sums])
-    return dict(zip(sums, totals, strict=True))
 
 
 def _hooked(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,8 @@ import torch
 
 from shardwright.engine.groups.gatherer import Gatherer, GatherOptions, choose
 from shardwright.engine.groups.reducer import Reducer
-from shardwright.engine.groups.versions import FaceVersions, moved_memory
 from shardwright.errors import StageError
-from shardwright.params.binding import Bound, is_extended, own_buffer
-from shardwright.params.buffer import Buffer
+from shardwright.params.binding import Bound, Buffer, FaceVersions, is_extended, moved_memory, own_buffer
 from shardwright.params.param import ShardedParam, Versions
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.torch_private import local_of, num_dispatch_modes, parameters_of, version_of
@@ -252,7 +250,8 @@ class ParamGroup:
         held_nbytes, decoding = self.held_nbytes, self.gatherer.decoding
         keep_wire = self.gatherer.smaller_world is not None
         try:
-            self.buffer.arrive(keep_wire)
+            if self.buffer.wire is not None:
+                self.buffer.arrive(keep_wire)
             if not decoding.is_idle:
                 held_nbytes -= decoding.held_nbytes
                 held_nbytes += decoding.arrive(keep_wire)
@@ -289,7 +288,14 @@ class ParamGroup:
         With ``unmarked`` they are compared, since an edit of ``.data`` leaves no mark.
         """
         if self.stage is Stage.UNSHARDED:
-            self.face_versions.write_back(self.params, self.gatherer.decoding, unmarked)
+            decoding = self.gatherer.decoding
+            with torch.no_grad():
+                for param, is_edited in zip(self.params, self.face_versions.edited(), strict=True):
+                    if param in decoding.parts:
+                        if is_edited:
+                            decoding.write_back(param)
+                    elif is_edited or (unmarked and not param.extended and param.differs):
+                        param.write_back()
             self.face_versions.count(self.shard_versions())
 
     def follow_writes(self) -> None:

@@ -64,14 +64,11 @@ class Reducer:
         self.gradients = GradientState()
         self.name = name
         self.params = params
+        self.has_copies = axis.replicate is not None  # whether other ranks hold the same shards
         self._axis = axis
+        self._ranks = axis.world * axis.num_copies  # whose gradients are summed, over shards and copies
         self._precision = precision
         self._predivisor = 1.0
-
-    @property
-    def _ranks(self) -> int:
-        """How many ranks' gradients are summed, over shards and copies."""
-        return self._axis.world * self._axis.num_copies
 
     # ---- the reduce-scatter
 
@@ -185,11 +182,6 @@ class Reducer:
             self._finish(sums)
 
     # ---- the all-reduce over copies
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether other ranks hold the same shards."""
-        return self._axis.replicate is not None
 
     @property
     def copies(self) -> Comm:

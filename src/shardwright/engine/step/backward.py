@@ -12,7 +12,7 @@ from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import Unit
 from shardwright.errors import StageError
-from shardwright.params.buffer import Buffer
+from shardwright.params.binding import Buffer
 from shardwright.schedule.schedule import EventKind, Phase
 from shardwright.torch_private import current_graph_task, queue_callback
 
