@@ -106,7 +106,7 @@ class Log:
     @classmethod
     def of(cls, model: nn.Module) -> "Log":
         log = cls()
-        for number, comm in enumerate(unit_of(units_in(model)[0].modules[0]).runtime.comms()):
+        for number, comm in enumerate(unit_of(units_in(model)[0].modules[0]).runtime.table.comms()):
             for name in ("all_gather", "reduce_scatter", "exchange"):
                 if hasattr(comm, name):
                     setattr(comm, name, log._noting(getattr(comm, name), number))

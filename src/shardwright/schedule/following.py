@@ -60,14 +60,11 @@ class Cursor(NamedTuple):
     def find(self, event: Event) -> int | None:
         """Where ``event`` is, at the cursor or ahead. The end of a module is only looked for among ends: it
         needs no collective, so nothing is passed for it that may still be needed."""
-        entries = self.plan.entries
-        for place in range(self.place, len(entries) if self.mode is Mode.AGREED else self.place + 1):
-            if place == len(entries):
-                return None
-            found = entries[place].event
-            if found == event:
+        until = None if self.mode is Mode.AGREED else self.place + 1
+        for place, entry in enumerate(self.plan.entries[self.place : until], self.place):
+            if entry.event == event:
                 return place
-            if event.kind in ENDS and found.kind not in ENDS:
+            if event.kind in ENDS and entry.event.kind not in ENDS:
                 return None
         return None
 

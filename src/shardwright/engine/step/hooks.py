@@ -246,7 +246,7 @@ class ModuleHooks:
             from shardwright.engine.step.same_model import compare_buffers  # noqa: PLC0415 several ranks
 
             compared.add(phase)
-            compare_buffers(root, runtime.comms(), phase)
+            compare_buffers(root, runtime.table.comms(), phase)
 
     @skipped_by_compiler
     def _read(self, owner: Unit) -> None:

@@ -27,7 +27,6 @@ from shardwright.schedule.follower import Follower
 from shardwright.schedule.following import Mode
 from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind, GroupSpec, Phase, Schedule
 from shardwright.schedule.sync import Step
-from shardwright.transport.base import Comm
 from shardwright.transport.process import process_state
 from shardwright.transport.recorder import ACTION, CALL, PHASE
 
@@ -183,10 +182,6 @@ class Runtime:
             return Schedule()
         planned = self._follower.recorded.schedule(self._entry)
         return replace(planned, names=tuple(group.name for group in self.groups))
-
-    def comms(self) -> list[Comm]:
-        """The transports in use, each once."""
-        return self.table.comms()
 
     def _replan(self) -> None:
         if self._follower is not None:
