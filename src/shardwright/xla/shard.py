@@ -20,7 +20,6 @@ from shardwright.xla.unit import UNIT, Leaf, XlaUnit, unit_of
 from shardwright.xla.wrap import AutoWrap, modules_to_wrap
 
 M = TypeVar("M", bound=nn.Module)
-_warned_of_pin_layout = False
 
 
 def fully_shard(
@@ -94,7 +93,8 @@ def fully_shard(
     for m in (*inner, module):
         _check(m)
     if pin_layout_in_collective_ops is not None:
-        _warn_of_pin_layout()
+        # Python shows a warning once for each line that it comes from.
+        warn("pin_layout_in_collective_ops has no effect: XLA chooses the layouts of the whole program")
     watch_optimizers()
     for m in (*inner, module):
         _shard(m, XlaUnit(m, axes, options))
@@ -120,15 +120,6 @@ def _check(module: nn.Module) -> None:
         for p_name, p in owner.named_parameters(path, recurse=False):
             if p.dtype in (torch.float64, torch.complex128):
                 raise InputError(f"{p_name} is {p.dtype}; XLA programs have 32 bits at most: convert it")
-
-
-def _warn_of_pin_layout() -> None:
-    global _warned_of_pin_layout
-    if not _warned_of_pin_layout:
-        _warned_of_pin_layout = True
-        warn(
-            "pin_layout_in_collective_ops has no effect: XLA chooses the layouts of the whole program",
-        )
 
 
 def _shard(module: nn.Module, unit: XlaUnit) -> None:
