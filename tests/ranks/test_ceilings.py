@@ -74,14 +74,10 @@ CORE = {
         check follower following grouping layout recorded schedule scheduler sync
     """,
     "transport": """
-        abort attempt base channel collect custom device_times host_limits host_memory jobstore
-        launches link liveness meeting mesh process process_group recorder secret streams thread_use two_level
-        watched welcome
+        attempt base channel collect custom device_times host_limits host_memory jobstore link liveness
+        mesh process process_group recorder secret streams thread_use two_level watched
     """,
-    "transport/cpu": """
-        arena coder connection event_loop handshake libc pages peers shm sockets transfer
-        views worker zeros
-    """,
+    "transport/cpu": "arena coder connection event_loop handshake pages peers shm sockets transfer views",
 }
 
 Counted = list[tuple[str, int]]
