@@ -250,8 +250,7 @@ class ParamGroup:
         held_nbytes, decoding = self.held_nbytes, self.gatherer.decoding
         keep_wire = self.gatherer.smaller_world is not None
         try:
-            if self.buffer.wire is not None:
-                self.buffer.arrive(keep_wire)
+            self.buffer.arrive(keep_wire)
             if not decoding.is_idle:
                 held_nbytes -= decoding.held_nbytes
                 held_nbytes += decoding.arrive(keep_wire)
