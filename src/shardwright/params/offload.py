@@ -28,10 +28,12 @@ def mapped(shard: torch.Tensor, offload: DiskOffloadPolicy) -> torch.Tensor:
     if not shard.numel():
         return shard
     handle, path = tempfile.mkstemp(suffix=".shard", dir=offload.folder)
+    # Torch opens it by its name.
     os.close(handle)
     try:
         file = torch.from_file(path, shared=True, size=shard.nbytes, dtype=torch.uint8)
     finally:
+        # At once, so that no file is left whatever ends the process; it lives as long as it is mapped.
         os.unlink(path)
     return file.view(shard.dtype).view(shard.shape).copy_(shard)
 
@@ -51,6 +53,7 @@ def empty_on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         offsets, nbytes = pack([tensors[index].nbytes for index in members])
+        # One block for all: pinning is dear, a call to the driver each time.
         block = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=True)
         for index, offset in zip(members, offsets, strict=True):
             start, shape = offset // dtype.itemsize, tensors[index].shape
@@ -67,6 +70,7 @@ class DeviceCopy:
 
     def of(self, shard: torch.Tensor, version: int, like: torch.Tensor, pins: bool = False) -> torch.Tensor:
         """The copy of ``shard`` in the dtype and on the device of ``like``. pins: see ``pinned``."""
+        # By version too, since an optimizer writes into the same tensor.
         state = (id(shard), version, like.dtype)
         if self._copy is None or self._of != state:
             self._copy = (pinned(shard) if pins else shard).to(

@@ -269,6 +269,7 @@ class ShardedParam:
 
         Straight to the constructor: from_local() costs 30 us and checks what is true by construction.
         """
+        # A gradient or a copy may be in another dtype than the parameter, and its spec says so.
         spec = self.spec
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             meta = spec.tensor_meta._replace(dtype=local.dtype)  # type: ignore[union-attr]

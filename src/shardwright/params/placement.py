@@ -89,6 +89,8 @@ class ParamPlacement:
         others = self._other_axes()
         cuts = [mesh.size() for mesh, sharding in others if sharding.is_shard(dim)]
         if cuts and dim is not None:
+            # A plain Shard on both axes would say that ours cut first, and full_tensor() would join the parts
+            # in another order.
             placement = StridedShard(dim, split_factor=math.prod(cuts))
         mesh = axis.mesh
         if others:
@@ -112,6 +114,8 @@ class ParamPlacement:
         assert self.inner is not None
         dims, names = self.split.dims, self.inner.mesh.mesh_dim_names or ()
         ours = () if dims is None else (*dims.shard_names, *dims.replicate_names)
+        # Sums over the data-parallel axes are ours, later; what tensor parallelism has left unsummed is
+        # summed here.
         wanted = tuple(
             grad.placements[place] if names[place : place + 1] and names[place] in ours else placement
             for place, placement in enumerate(self.inner.placements)
@@ -125,4 +129,5 @@ Cut = Shard | StridedShard
 def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, Cut]]:
     """Mesh axes that cut, in the order in which they did: tensor parallelism first where both cut one dim."""
     cuts = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Cut)]
+    # Python's sort is stable: cuts of different dims stay in the order of the mesh.
     return sorted(cuts, key=lambda cut: isinstance(cut[1], StridedShard))

@@ -65,6 +65,7 @@ class Rows:
         """
         wanted = self.wanted
         if wanted is None:
+            # Ranks that need all of it say so in the same exchange: they would wait for each other else.
             wanted = torch.ones(self._layout.rows, dtype=torch.bool, device=region.device)
         rows = _Exchange(comm, wanted.to(region.device), self._layout, f"rows of {key}").wait()
         return None if rows is None else _RowGather(comm, local, region, rows, key)
@@ -127,6 +128,8 @@ class _Exchange:
         """The rows; None where they are more than half of all."""
         self._gather.wait()
         used = _unpack(self._bits, self._layout.rows).any(0)
+        # Then picking rows out, and putting them back, saves little. All ranks see the same bits and decide
+        # the same.
         if 2 * int(used.sum()) > self._layout.rows:
             return None
         return _Rows(used, self._layout, self._comm)
@@ -170,6 +173,7 @@ class _RowReduction:
         some.index_copy_(0, rows.places, segment.flat.view(layout.rows, rows.width).index_select(0, rows.ids))
         narrow = Segment(some.view(-1), rows.spans)
         (total,) = self._comm.reduce_scatter([narrow], [self._dtype], self._key).wait()
+        # Rows that no rank has a gradient of are sums of zeros.
         whole = total.new_zeros(layout.shard_numel(self._comm.rank))
         whole.view(-1, rows.width).index_copy_(0, rows.own, total.view(-1, rows.width)[: len(rows.own)])
         return [whole]

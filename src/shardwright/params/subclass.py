@@ -159,6 +159,7 @@ class ExtendedParam(ShardedParam):
             made = torch.as_strided(made, self.spec.shape, self.spec.stride, 0)
         storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in inner)}
         for output in outputs:
+            # The wire is a buffer's, which frees it itself.
             storages.pop(output.untyped_storage().data_ptr(), None)
         self._inner = tuple((storage, storage.nbytes()) for storage in storages.values())
         self._expose(nn.Parameter(made, requires_grad=self.trainable))

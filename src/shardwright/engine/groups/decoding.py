@@ -75,6 +75,7 @@ def encode_sharded(param: ShardedParam, encoding: Encoding) -> ShardedParam:
     scales.fqn = scales_name(param.fqn, encoding.codec)
     scales.sites = [ParamSite(site.module, scales_name(site.name, encoding.codec)) for site in param.sites]
     if dim is None or dim == len(encoding.shape) - 1:
+        # A block's numbers may lie on several ranks, which would each find another scale.
         whole = encode(param.sharded.detach().full_tensor())  # type: ignore[attr-defined]
         ranges = [ParamLayout(s, param.axis.world, dim).row_range(param.axis.rank) for s in shapes]
         parts = [
@@ -115,6 +116,7 @@ class Decoding:
         every = pairs_in(params)
         for pair in every:
             for part in pair.parts:
+                # A codec packs bits into whatever dtype; to cast it would be to change the weight.
                 part.kept_dtype = True
             for site in pair.codes.sites:
                 set_compute_dtype(site.module, site.name, policy.param_dtype or pair.encoding.dtype)
@@ -177,6 +179,7 @@ class Decoding:
                 pair.encoding.decode(codes, scales, out=self._filled[pair.codes])
             for param in self.extended:
                 param.arrive(self._policy)
+        # Of both buffers, before the codes are freed: so much is held at once.
         held_nbytes = self.held_nbytes
         if not keep_wire:
             self.wire.free()

@@ -185,6 +185,7 @@ class GradientState:
         where none are named): who clears gradients from here on clears that."""
         self.follow_clears()
         for place in places or self.at:
+            # A mark that is there stands for all that waits of its parameter, wherever it lies.
             for param in self.at[place].keys() - self._marks.keys():
                 grad = param.sharded.grad
                 mark = self._marks[param] = Mark(param.fqn, grad if mark_of(grad) is None else None)
@@ -273,6 +274,7 @@ class GradientState:
         Raises: StageError for a parameter that torch's ``_apply_optimizer_in_backward`` should step; what
             ``_add`` raises.
         """
+        # Whether other ranks had a gradient of the rest is told at the end of the backward.
         used: Grads = {}
         for param, total in sums.items():
             if hasattr(param.sharded, IN_BACKWARD_OPTIMIZERS):
@@ -333,6 +335,7 @@ class GradientState:
         """The host waits for what was copied to it, and adds it."""
         sums = self.of(GradPlace.ARRIVING)
         self.at.pop(GradPlace.ARRIVING, None)
+        # One wait for all copies: each would stop the host until the device has caught up.
         for streams in {param.split.offload_streams for param in sums}:
             if streams is not None:
                 streams.arrive()
@@ -346,6 +349,7 @@ class GradientState:
         for param, total in sums.items():
             sharded = param.sharded
             shard, grad = local_of(sharded), sharded.grad
+            # Not a copy: the sum is memory that nobody else has, and becomes the gradient.
             local = total.view(shard.shape).to(shard.device)
             if hooks_of(sharded):
                 local = _hooked(param, local)
@@ -371,6 +375,7 @@ class GradientState:
             self._marks.pop(param, None)  # what it stood for has come, and wasn't cleared
         if again:
             foreach_add_([earlier for earlier, _ in again], [later for _, later in again])
+        # Once all gradients of the group are there: an optimizer in such a hook may step several of them.
         for param in sums:
             for hook in tuple((post_accumulate_grad_hooks_of(param.sharded) or {}).values()):
                 hook(param.sharded)

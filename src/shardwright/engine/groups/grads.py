@@ -24,6 +24,7 @@ def zero_grads(params: Sequence[ShardedParam], policy: MixedPrecisionPolicy) -> 
     for (dtype, device), members in kinds.items():
         layouts = [param.layout for param in members]
         offsets, nbytes = pack([layout.numel * dtype.itemsize for layout in layouts])
+        # One fill for all of them: a rank that skips a layer would launch one for each parameter.
         whole = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
         for param, layout, offset in zip(members, layouts, offsets, strict=True):
             start = offset // dtype.itemsize
@@ -38,6 +39,7 @@ def cast(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list
     for index, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
         if tensor.dtype != dtype:
             found[index] = torch.empty_like(tensor, dtype=dtype)
+            # One kernel takes a list of tensors only where all pairs have the same two dtypes.
             places, sources = copies.setdefault((tensor.dtype, dtype, tensor.device), ([], []))
             places.append(found[index])
             sources.append(tensor)
@@ -64,6 +66,7 @@ def reduce_segments(
     its part. divided: what float16 sums are divided by beforehand.
     """
     tensors = list(grads.values())
+    # The sum over ranks would overflow before it was divided, so that a part of the divisor comes first.
     half = [index for index, dtype in enumerate(dtypes) if dtype is torch.float16]
     if half and divided != 1:
         for index, part in zip(half, foreach_div([tensors[i] for i in half], divided), strict=True):
@@ -77,6 +80,8 @@ def reduce_segments(
     shared: dict[object, list[int]] = {}
     layouts = [param.place.layout for param in grads]
     kinds = [(each.shape[each.dim :], t.dtype) for each, t in zip(layouts, tensors, strict=True)]
+    # One copy brings all of a kind into the order of the ranks, and autograd's own tensor is the segment
+    # of the others.
     across = {kind for kind, layout in zip(kinds, layouts, strict=True) if not layout.in_order}
     for index, (layout, tensor) in enumerate(zip(layouts, tensors, strict=True)):
         if layout.dim is None:

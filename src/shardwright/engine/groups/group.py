@@ -177,6 +177,7 @@ class ParamGroup:
         if bound is None or bound.policy is not self.policy or not bound.is_current():
             self._bound = None  # where an error comes now, the next time begins here, too
             self._bound = bound = self._bind()
+            # New segments have kept nothing, and are told what to send.
             bound.send(self.gatherer.sends)
         for pair in self.gatherer.decoding.frozen:
             pair.check_frozen()
@@ -189,12 +190,14 @@ class ParamGroup:
         kept: whether the ranks of the smaller world have kept their shards, and gather from those.
         """
         self._move(Stage.GATHERING)
+        # Before the shards are read: what is written while they are copied is seen as a change since.
         before = self.face_versions.gathered
         versions = self.face_versions.gathered = self.shard_versions()
         gatherer, smaller = self.gatherer, self.gatherer.smaller_world if kept else None
         if num_dispatch_modes():
             notify_modes((smaller or gatherer).comm, Collective.ALL_GATHER)
         if smaller is not None or gatherer.rows is not None:
+            # All of it, also where a part is filled: tensors that autograd saves view the whole.
             self._take_buffer()
             gather = gatherer.gather_part(smaller is not None, ShardedParam.gather_segment, self.name)
             if gather is not None:
@@ -248,6 +251,7 @@ class ParamGroup:
         self._gather.wait()
         self._gather = None
         held_nbytes, decoding = self.held_nbytes, self.gatherer.decoding
+        # The smaller world's shards are taken of what was gathered, after the forward.
         keep_wire = self.gatherer.smaller_world is not None
         try:
             self.buffer.arrive(keep_wire)
@@ -275,6 +279,7 @@ class ParamGroup:
 
     def show_unsharded(self) -> None:
         """Modules show the unsharded parameters again, where they show the shards."""
+        # All of a group are shown together, so that one place tells.
         site = self.params[0].sites[0]
         shown = parameters_of(site.module).get(site.name)
         if self.stage is Stage.UNSHARDED and shown is self.params[0].sharded:
@@ -322,6 +327,7 @@ class ParamGroup:
         self._bound.show(unsharded=False)
         self._free()
         self._release()
+        # After all is at rest, so that the error leaves nothing half done.
         moved = moved_memory(self.params, self.faces)
         if moved is not None:
             self.let_go()

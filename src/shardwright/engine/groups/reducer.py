@@ -102,6 +102,7 @@ class Reducer:
         assert not gradients.flying, f"{self.name}: wait and finalize first"
         kept, summed = gradients.of(GradPlace.ACCUMULATING), gradients.of(GradPlace.SUMMED)
         takes_sums_along = self._takes_sums_along
+        # Of a group that is reduced twice in one backward the first sums are no whole gradient.
         if self.done and participates:
             _refuse_optimizer_inside(self.name, self.params)
         self.done = True
@@ -109,6 +110,7 @@ class Reducer:
             self._predivisor = predivisor(self.policy.divisor(self._ranks))
         trained = []
         for param in self.params:
+            # Also where it was frozen since earlier microbatches have left some, which count.
             if param.sharded.requires_grad or param in kept or param in summed:
                 trained.append(param)
             if not param.sharded.requires_grad and param.bound is not None:
@@ -122,6 +124,7 @@ class Reducer:
         everybody = participates or self.policy.unused_params
         lacking = [param for param in trained if param not in grads and (everybody or param in along)]
         if lacking:
+            # In the order of the parameters, which is that of the segments on all ranks.
             found = grads | zero_grads(lacking, self._precision)
             grads = {param: found[param] for param in trained if param in found}
         gradients.at[GradPlace.TAKEN] = self._widened(grads) if promote else grads
@@ -143,6 +146,7 @@ class Reducer:
         """What was taken, for the caller to reduce and ``send``; empty where this backward has brought
         none."""
         taken = self.gradients.at[GradPlace.TAKEN]
+        # An empty one is in no collective, so that nobody would send it.
         if not taken:
             del self.gradients.at[GradPlace.TAKEN]
         return taken
@@ -172,6 +176,7 @@ class Reducer:
     def land(self) -> None:
         """Wait for the reduce-scatter. What it brings goes to the shards, or waits to be all-reduced."""
         sums = self.gradients.land(GradPlace.REDUCING)
+        # Sums of earlier microbatches may lie there already: this all-reduce takes them along.
         if sums and self.has_copies:
             self.gradients.put(GradPlace.SUMMED, sums)
             if self.policy.all_reduce:
@@ -262,6 +267,7 @@ class Reducer:
     def _call(self, hook: Hook, totals: list[torch.Tensor]) -> None:
         """Show the caller's hook one flat tensor of each dtype, and take over what it makes of it."""
         streams = self._axis.comm.streams
+        # Torch's fully_shard shows such hooks one flat tensor, too.
         for dtype in dict.fromkeys(total.dtype for total in totals):
             members = [total for total in totals if total.dtype == dtype]
             flat = torch.cat(members)

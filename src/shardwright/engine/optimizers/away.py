@@ -90,6 +90,7 @@ def put_away(groups: Sequence[ParamGroup], states: Sequence[State], optimizer: O
             used[streams] = None
         for (state, tensor), each in zip(new, leaves, strict=True):
             found.append((group, state, tensor, [places.pop(0) for _ in each]))
+    # One wait after all copies are queued: each stops the host until the device has caught up.
     for streams in used:
         streams.settle()
     for group, state, tensor, places in found:
@@ -99,6 +100,7 @@ def put_away(groups: Sequence[ParamGroup], states: Sequence[State], optimizer: O
         registry.away.setdefault(group, {}).setdefault(state, []).append(entry)
     if State.PARAMS in states:
         for group in groups:
+            # What lists its shards would keep the device's memory alive.
             group.let_go()
 
 
@@ -230,6 +232,7 @@ def put_state_back(optimizer: Optimizer, moved: Moved, hosts: OnHost) -> None:
         members = [param for param, split in moved.items() if split.offload_streams is streams]
         found = [e for e in state_of(optimizer, members) if hosts.get(_key(e)) is not _local(e[2])]
         sources = [_local(value) for *_, value in found]
+        # Pinned memory is dear to take, and is kept from step to step.
         new = [
             (each, source)
             for each, source in zip(found, sources, strict=True)

@@ -42,6 +42,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
 
         away.bring_state(optimizer, known.paged, known.on_host)
+    # Of a step that raised: the caller may have cleared these gradients since.
     known.hidden = []
     if isinstance(optimizer, Adafactor):
         known.hidden = step_whole(optimizer)
@@ -82,6 +83,7 @@ def _check(optimizer: Optimizer, params: list[Any]) -> None:
 
 def _groups() -> list[ParamGroup]:
     """Of every sharded model that is alive."""
+    # A copy, since another thread may shard a model meanwhile.
     return [group for table in tuple(tables) for group in table.groups if group.params]
 
 
@@ -98,6 +100,7 @@ def _before_writes(groups: list[ParamGroup], written: list[Any]) -> None:
     """What stayed unsharded after an evaluation, or in flight after a failure, isn't used again where the
     optimizer writes its shards; shards on the host are written once no gather (of an evaluation since) reads
     them any more."""
+    # Few are, if any: parameters are looked up only then.
     concerned = [g for g in groups if g.stage is not Stage.SHARDED or g.params[0].split.on_host]
     ids = {id(param) for param in written} if concerned else set()
     owners = [group for group in concerned if any(id(param.sharded) in ids for param in group.params)]
@@ -236,6 +239,7 @@ def step_whole(optimizer: Optimizer) -> list[tuple[Any, Any]]:
                 continue
             whole: Any = param.full_tensor().detach().clone().requires_grad_()
             whole.grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            # Torch's own step, so that its formulas and its state are those of one process.
             alone = Adafactor([whole])
             alone.param_groups[0].update(options)
             alone.state[whole] = optimizer.state[param]

@@ -62,6 +62,7 @@ class StepInBackward:
             id(p.sharded): group for unit in units_in(model) for group in unit.groups for p in group.params
         }
         named = [(n, p) for n, p in model.named_parameters() if id(p) in owners and p.requires_grad]
+        # Before any optimizer is made: a refusal leaves nothing half done.
         taken = [name for name, param in named if param in registry.steppers]
         if taken or not named:
             what = f"{taken[:3]} are stepped in the backward already" if taken else "nothing is trainable"
@@ -94,6 +95,7 @@ class StepInBackward:
         def step() -> None:
             self._stepped[optimizer] = backward_of(self._unit.runtime).number
             optimizer.step()
+            # This is what saves the memory: no gradient outlives the step of its parameter.
             optimizer.zero_grad()
 
         def landed(_: torch.Tensor) -> None:
@@ -110,6 +112,7 @@ class StepInBackward:
                     "checkpointed calls share), so it was stepped with a part of it; use a plain optimizer, "
                     "or checkpoint with use_reentrant=False"
                 )
+            # Not at once: the schedule has a step of its own for it, where simulation and trace see it, too.
             pending = runtime.executor.pending_steps
             pending.setdefault(runtime.table.number(group), {})[step] = None
 

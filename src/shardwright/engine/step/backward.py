@@ -83,6 +83,7 @@ class Backward:
             queue_callback(self._enter_phase())
 
     def _enter_phase(self) -> _Ending:
+        # Held by nobody here: where an exception ends the backward autograd drops it, and tells nobody.
         ending = _Ending(self)
         self._ending = weakref.ref(ending)
         self.number += 1
@@ -110,6 +111,7 @@ class Backward:
         if any(each.reads_weights for each in together):
             for owner in unit.owners:
                 if owner.group is not None and any(owner.group in each.memory for each in together):
+                    # An optimizer may have stepped what stayed unsharded, and autograd must see that.
                     owner.group.follow_writes()
                     self.runtime.at(EventKind.BACKWARD_BEGIN, owner.group)
             for each in together:
@@ -197,6 +199,7 @@ class Backward:
         """Autograd has ended it: reduce what is left, and wait."""
         if self.runtime.phase is not Phase.BACKWARD:
             return
+        # Of calls whose inputs asked for no gradient no end was seen.
         self.forget()
         for group in self.runtime.groups:
             reducer = group.reducer
