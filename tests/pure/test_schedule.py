@@ -276,6 +276,14 @@ def test_the_root_stays_unsharded_after_a_forward_and_an_evaluation_unless_told_
         assert resharded == (set() if kept else {0, 1, 2})
 
 
+@pytest.mark.parametrize(("phase", "resharded"), [(Phase.FORWARD, False), (Phase.EVALUATION, True)])
+def test_what_was_gathered_ahead_and_not_used_stays_for_a_backward_alone(phase, resharded):
+    specs = [GroupSpec(ahead_in_forward=(1,)), GroupSpec(reshard_after_forward=False)]
+    order = (Event(EventKind.FORWARD_BEGIN, 0), Event(EventKind.FORWARD_END, 0))
+    last = plan({phase: order}, SchedulePolicy(), specs.__getitem__).phases[phase][-1]
+    assert (Action(ActionKind.RESHARD, (1,)) in last.actions) == resharded
+
+
 def test_the_policy_keeps_the_first_groups_that_the_backward_needs_besides_the_root():
     orders = chain(3)
     kept = kept_for_backward(orders, SchedulePolicy(), lambda group: GroupSpec(is_root=group == 2))
