@@ -26,9 +26,11 @@ invariants are ``assert`` statements and not in this tree: they are bugs of ours
 """
 
 import difflib
+import json
 import sys
 import warnings
 from collections import abc
+from typing import Any
 
 REMOVED = {
     "one_copy_per_host": "one_copy_per_host was removed: it took more memory, and no less time; leave it out",
@@ -50,6 +52,19 @@ def printable(text: str) -> str:
     Messages have names, paths and what other ranks say, and a terminal obeys what is in them.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def said(data: bytes | str) -> Any:
+    """What another process has said as JSON, its texts as ``printable`` gives them. Raises: ValueError."""
+    return _printable(json.loads(data))
+
+
+def _printable(found: Any) -> Any:
+    if isinstance(found, list):
+        return [_printable(each) for each in found]
+    if isinstance(found, dict):
+        return {printable(name): _printable(each) for name, each in found.items()}
+    return printable(found) if isinstance(found, str) else found
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwright.errors import CheckpointError, ShardwrightError, UnreadError, printable
+from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
 
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # neither is there on every system
 _KINDS = {
@@ -106,19 +106,6 @@ def json_object(data: bytes | str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, found {str(found)[:40]!r}")
     return found
-
-
-def said(data: bytes | str) -> Any:
-    """What another process has said as JSON, its texts as ``printable`` gives them. Raises: ValueError."""
-    return _printable(json.loads(data))
-
-
-def _printable(found: Any) -> Any:
-    if isinstance(found, list):
-        return [_printable(each) for each in found]
-    if isinstance(found, dict):
-        return {printable(name): _printable(each) for name, each in found.items()}
-    return printable(found) if isinstance(found, str) else found
 
 
 def parsed(parse: Callable[..., Any], *text: Any) -> Any:

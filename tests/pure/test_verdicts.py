@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwright.observe.watch import backoff
-from shardwright.observe.watch.backoff import Backoff
+from shardwright.observe.watch import watchdog
 from shardwright.observe.watch.diagnosis import diagnose
 from shardwright.observe.watch.findings import Answer, Fault, Findings, Launched, Note, Waits
 from shardwright.observe.watch.flight_recorder import STANDS_S, InFlight
+from shardwright.observe.watch.watchdog import Backoff
 from shardwright.policy import WatchPolicy
 
 POLICY = WatchPolicy()
@@ -215,7 +215,7 @@ def verdicts(ranks, chance, until_s, clock, notes=(), ended=(frozenset(), NEVER)
 @pytest.fixture
 def clock(monkeypatch):
     virtual = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(backoff, "clock", SimpleNamespace(monotonic=lambda: virtual.now))
+    monkeypatch.setattr(watchdog, "clock", SimpleNamespace(monotonic=lambda: virtual.now))
     return virtual
 
 

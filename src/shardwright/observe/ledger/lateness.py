@@ -19,7 +19,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from shardwright import clock
-from shardwright.files import said
+from shardwright.errors import said
 from shardwright.observe.ledger.causes import NOBODY, REMEDIES, REST
 from shardwright.observe.ledger.ledger import Ledger, booked
 from shardwright.observe.steps.clocks import on_one_clock

@@ -13,8 +13,7 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright import clock
-from shardwright.errors import CommError
-from shardwright.files import said
+from shardwright.errors import CommError, said
 from shardwright.observe.preflight.findings import (
     Flow,
     HostReport,

@@ -24,8 +24,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright.errors import InputError
-from shardwright.files import said
+from shardwright.errors import InputError, said
 
 _FORMAT = 4
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError
 
 from shardwright import clock
-from shardwright.files import said
+from shardwright.errors import said
 from shardwright.observe.watch.findings import Answer, Fault, Findings, Note
 from shardwright.observe.watch.status_exchange import (
     SharedDiagnosis,

@@ -31,7 +31,7 @@ from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPriva
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwright import clock
-from shardwright.files import said
+from shardwright.errors import said
 from shardwright.observe.watch.findings import (
     Answer,
     Diagnosis,

@@ -11,8 +11,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from shardwright.errors import CommError
-from shardwright.files import said
+from shardwright.errors import CommError, said
 from shardwright.transport.attempt import Meeting
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop

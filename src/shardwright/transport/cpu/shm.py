@@ -16,7 +16,7 @@ from dataclasses import astuple
 import torch
 
 from shardwright import clock
-from shardwright.files import said
+from shardwright.errors import said
 from shardwright.schedule.layout import pack
 from shardwright.transport.attempt import Meeting
 from shardwright.transport.base import Comm, Segment, join, pieces, spread, sums_in_rank_order, whole_place
