@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,9 @@ from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, DataParallelMe
 from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import DTensorSpec, StridedShard, TensorMeta, concatenated
 from shardwright.transport.mesh import Axis
-from shardwright.transport.streams import Streams
+
+if TYPE_CHECKING:
+    from shardwright.transport.streams import Streams
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Split:
         return self.offload_streams is not None and not self.on_host
 
     @cached_property
-    def offload_streams(self) -> Streams | None:
+    def offload_streams(self) -> "Streams | None":
         """By which gradients, or an optimizer's state, go to pinned memory of the host; None where nothing is
         offloaded from a device, and where memory isn't pinned, so that the copy stops the host."""
         pins = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,9 @@ from shardwright.schedule.layout import ParamLayout, Spans, align, equal_spans
 from shardwright.torch_private import foreach_add, foreach_add_, foreach_copy_
 from shardwright.transport.cpu.pages import SMALL_NBYTES, pages_of_its_own, take_bytes
 from shardwright.transport.process import LaunchLog
-from shardwright.transport.streams import Streams
+
+if TYPE_CHECKING:
+    from shardwright.transport.streams import Streams
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class Comm(Protocol):
     reads_in_place: bool
     over_network: bool = False
     uses_c10d: bool
-    streams: Streams | None
+    streams: "Streams | None"
     coded_nbytes: int = 0
     halfway: "AllReduce | None" = None
     num_channels: int = 0
@@ -419,7 +421,7 @@ class Followed:
     """A reduction whose sums another collective takes on an accelerator: made on the reduce stream, once that
     waits for them. What was read is held until compute has waited for that stream."""
 
-    def __init__(self, reduction: Reduction, streams: Streams) -> None:
+    def __init__(self, reduction: Reduction, streams: "Streams") -> None:
         self._held = [reduction]
         self._streams, self._due = streams, streams.reduced()
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from shardwright.columns import in_words
 from shardwright.errors import ConfigError, OutOfMemory
 
 VARIABLE = "SHARDWRIGHT_MEMORY_BUDGET"
@@ -44,6 +43,8 @@ class Budget:
     def error(self, more_nbytes: int, rank: int, doing: str) -> OutOfMemory:
         """What is raised where there is no room for ``more_nbytes`` more."""
         whose = "its container" if self.container else "this process"
+        from shardwright.columns import in_words  # noqa: PLC0415 exceeded budgets
+
         more = f" and needs {in_words(more_nbytes)} more" if more_nbytes else ""
         return OutOfMemory(
             f"rank {rank}, {doing}: {whose} holds {in_words(self.held_nbytes())}{more}, expected at most "

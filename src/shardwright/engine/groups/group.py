@@ -24,7 +24,6 @@ from shardwright.policy import MixedPrecisionPolicy
 from shardwright.torch_private import local_of, num_dispatch_modes, parameters_of, version_of
 from shardwright.transport.base import Gather, Segment
 from shardwright.transport.mesh import Axis
-from shardwright.transport.watched import Collective, notify_modes
 
 
 class Stage(StrEnum):
@@ -195,6 +194,8 @@ class ParamGroup:
         versions = self.face_versions.gathered = self.shard_versions()
         gatherer, smaller = self.gatherer, self.gatherer.smaller_world if kept else None
         if num_dispatch_modes():
+            from shardwright.transport.watched import Collective, notify_modes  # noqa: PLC0415 entered modes
+
             notify_modes((smaller or gatherer).comm, Collective.ALL_GATHER)
         if smaller is not None or gatherer.rows is not None:
             # All of it, also where a part is filled: tensors that autograd saves view the whole.

@@ -11,7 +11,7 @@ issued with the reduce-scatter, and follows it there: neither host nor compute w
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,8 +32,9 @@ from shardwright.torch_fsdp import SUMS_AT_REST
 from shardwright.torch_private import foreach_div_, num_dispatch_modes, post_accumulate_grad_hooks_of
 from shardwright.transport.base import Comm, Followed, Reduction, Segment
 from shardwright.transport.mesh import Axis
-from shardwright.transport.streams import Streams
-from shardwright.transport.watched import Collective, notify_modes
+
+if TYPE_CHECKING:
+    from shardwright.transport.streams import Streams
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -170,6 +171,8 @@ class Reducer:
     def send(self, reduction: Reduction) -> None:
         """From here on what was taken is in flight."""
         if num_dispatch_modes():
+            from shardwright.transport.watched import Collective, notify_modes  # noqa: PLC0415 entered modes
+
             notify_modes(self.gatherer.comm, Collective.REDUCE_SCATTER)
         self.gradients.fly(GradPlace.TAKEN, GradPlace.REDUCING, reduction)
 
@@ -195,7 +198,7 @@ class Reducer:
         return self._axis.replicate
 
     @property
-    def follows_on(self) -> Streams | None:
+    def follows_on(self) -> "Streams | None":
         """Where its all-reduce follows the reduce-scatter that is in flight; None where the host waits first,
         as it moves the bytes, or has to know how many rows were brought."""
         waits = self.gatherer.comm.streams is None or self.gatherer.rows is not None
@@ -218,6 +221,8 @@ class Reducer:
     def send_copies(self, all_reduce: Reduction) -> None:
         """From here on what is ``due`` is in flight over the copies."""
         if num_dispatch_modes():
+            from shardwright.transport.watched import Collective, notify_modes  # noqa: PLC0415 entered modes
+
             notify_modes(self.copies, Collective.ALL_REDUCE)
         self.gradients.fly(GradPlace.DUE, GradPlace.COPYING, all_reduce)
 

@@ -1,6 +1,7 @@
 """The executor: takes the actions that the follower decides on, on the groups of one model by number."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from shardwright.engine.groups.gradient_state import GradPlace
 from shardwright.engine.groups.group import (
@@ -18,7 +19,9 @@ from shardwright.schedule.recorded import bits
 from shardwright.schedule.schedule import Action, ActionKind, Phase
 from shardwright.schedule.sync import Local
 from shardwright.transport.base import Comm
-from shardwright.transport.streams import Streams
+
+if TYPE_CHECKING:
+    from shardwright.transport.streams import Streams
 
 
 class Executor:

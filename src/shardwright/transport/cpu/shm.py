@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +24,9 @@ from shardwright.transport.base import Comm, Segment, join, pieces, spread, sums
 from shardwright.transport.cpu.arena import RESERVED_NBYTES, Arena, Host, MemorySegment, this_host
 from shardwright.transport.process import Launch, process_state
 from shardwright.transport.recorder import DONE
-from shardwright.transport.streams import Streams
+
+if TYPE_CHECKING:
+    from shardwright.transport.streams import Streams
 
 _GATHERED_NBYTES = 64 << 20  # at most so many of all ranks together lie in shared memory for a ``gather``
 
@@ -115,7 +118,7 @@ class ShmComm(Comm):
 
     reads_in_place = True
     uses_c10d = False
-    streams: Streams | None = None
+    streams: "Streams | None" = None
 
     def __init__(self, arena: Arena, world: int) -> None:
         self.world = world
