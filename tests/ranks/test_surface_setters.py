@@ -57,6 +57,7 @@ PUBLIC = [
 
 OURS_ALONE = {
     "CPUOffloadPolicy": {"params": True, "grads": True, "optimizer_state": True},
+    "MixedPrecisionPolicy": {"gather_dtype": None},
     "fully_shard": dict.fromkeys(("groups", "plan", "cluster", "sample")) | {"shard_over_all": False},
 }
 
