@@ -1,18 +1,13 @@
 """When ranks look for who is late: soon after their waits rise, seldom while they are as they were."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from shardwright.observe.ledger import lateness
-from shardwright.observe.ledger.lateness import (
-    Late,
-    Looks,
-    NamedLate,
-    history,
-    judged,
-)
+from shardwright.observe.ledger.lateness import Late, Looks, NamedLate, history, judged
 from shardwright.observe.ledger.ledger import Ledger, Line
 from shardwright.observe.watch import waits as own_waits
 from shardwright.observe.watch.waits import STEPS, OwnWaits, WaitChange
@@ -44,24 +39,19 @@ class Job:
     def written(self, rank, step):
         return (step, STEP_S * step, [(WAIT, "", None, process_state.thread, 0.0, self.waited(rank, step))])
 
+    def written_since(self, first, rank):
+        return [self.written(rank, step) for step in range(first, self.number + 1)]
+
     def run(self, steps):
         for _ in range(steps):
             self.number += 1
             for rank, own in enumerate(self.own):
                 first = max(1, self.number - 63)
-                recorder = SimpleNamespace(
-                    number=self.number,
-                    steps=lambda first=first, rank=rank: [
-                        self.written(rank, step) for step in range(first, self.number + 1)
-                    ],
-                )
+                recorder = SimpleNamespace(number=self.number, steps=partial(self.written_since, first, rank))
                 self.monkeypatch.setattr(own_waits.process_state, "recorder", recorder)
                 waits = own.change()
-                if (
-                    waits is not None
-                    and self.looks.is_due(own.window, waits)
-                    and own.window not in self.looked
-                ):
+                is_due = waits is not None and self.looks.is_due(own.window, waits)
+                if is_due and own.window not in self.looked:
                     self.looked.append(own.window)
                     self.look(own.window, waits)
 
@@ -69,11 +59,10 @@ class Job:
         steps = range(self.number - STEPS, self.number)
         of = [self.late(step) for step in steps]
         late = next((each for each in of if each and of.count(each) >= STEPS / 2), None)
-        shares = {
-            rank: sum(self.late_s(step) for step in steps if (self.late(step) or [None])[0] == rank)
-            / (STEPS * STEP_S)
-            for rank in range(self.world)
-        }
+        shares = dict.fromkeys(range(self.world), 0.0)
+        for step, each in zip(steps, of, strict=True):
+            if each:
+                shares[each[0]] += self.late_s(step) / (STEPS * STEP_S)
         found = late and Late(0.0, late[0], "node", shares[late[0]], STEPS, late[1], "")
         if found is not None:
             self.found.append(found._replace(stands=self.looks.stands(window, found)))
@@ -111,9 +100,7 @@ def test_another_rank_that_becomes_late_in_place_of_one_that_was_named_is_said_w
     assert job.said(1401, (1, "data")) <= 2 * STEPS + 1
 
 
-def test_what_was_said_already_is_looked_for_more_and_more_seldom(
-    monkeypatch,
-):
+def test_what_was_said_already_is_looked_for_more_and_more_seldom(monkeypatch):
     job = Job(monkeypatch, lambda step: (1, "data"))
     job.run(5000)
     apart = [after - before for before, after in zip(job.looked, job.looked[1:], strict=False)]
@@ -226,7 +213,7 @@ def changes(monkeypatch, windows, step_s=1.0, of=lambda waited: [waited] * STEPS
             steps.append((number, step_s * number, [*waits, *other]))
         running = (len(steps) + 1, step_s * (len(steps) + 1), [])
         recorder = SimpleNamespace(number=running[0], steps=lambda kept=(*steps, running): kept)
-        monkeypatch.setattr(own_waits.process_state, "recorder", recorder)
+        monkeypatch.setattr(own_waits, "recorder", recorder)
         change = own.change()
         found.append(" ".join(name for name, is_so in change._asdict().items() if is_so) or "-")
         assert own.change() is None
@@ -238,10 +225,7 @@ def changes(monkeypatch, windows, step_s=1.0, of=lambda waited: [waited] * STEPS
     [
         ([0.046875, 0.0625, 0.0625], ["-", "much risen", "much"]),
         ([0.125, 0.1796875, 0.1796875], ["much risen", "much risen", "much"]),
-        (
-            [0.125, 0.15, 0.0625, 0.02, 0.03, 0.0, 0.0],
-            ["much risen", "much", "much", "ended", "-", "ended", "-"],
-        ),
+        ([0.125, 0.15, 0.0625, 0.02, 0.03, 0, 0], ["much risen", *["much"] * 2, *["ended", "-"] * 2]),
         ([0.5, 0.1, 0.1, 0.1, 0.5], ["much risen", "much", "much", "much", "much"]),
         ([0.5, 0.1, 0.1, 0.1, 0.1, 0.5], ["much risen", "much", "much", "much", "much", "much risen"]),
     ],
@@ -267,14 +251,13 @@ def test_a_rank_waits_much_in_steps_of_which_it_waits_in_half(monkeypatch):
 @pytest.mark.parametrize(("kept", "looks"), [(1, False), (2, True)])
 def test_one_step_that_is_remembered_is_no_reason_to_look(monkeypatch, kept, looks):
     steps = [(number, float(number), []) for number in (21, 22)][-kept:]
-    monkeypatch.setattr(own_waits.process_state, "recorder", SimpleNamespace(number=22, steps=lambda: steps))
+    monkeypatch.setattr(own_waits, "recorder", SimpleNamespace(number=22, steps=lambda: steps))
     assert (OwnWaits().change() is not None) is looks
 
 
 def test_a_look_is_due_when_waits_have_risen_or_ended_or_the_pause_has():
-    quiet, much, risen, ended = (
-        WaitChange(*map(bool, each)) for each in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1))
-    )
+    facts = (False, False, False), (True, False, False), (True, True, False), (False, False, True)
+    quiet, much, risen, ended = (WaitChange(*each) for each in facts)
     looks = Looks(window=10, pause=4)
     named = looks._replace(told=(NamedLate(1, "node", "data", 0.2),))
     assert [looks.is_due(11, each) for each in (quiet, much, risen, ended)] == [False, False, True, False]
