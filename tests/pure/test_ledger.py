@@ -58,11 +58,8 @@ class Job:
 
     def record(self, rank, step, kind, action, start, end, **fields):
         groups = fields.pop("groups", ())
-        self.records[rank].append(
-            Record(
-                kind, action, groups, step, "forward", 1000, fields.pop("issue", start), start, end, **fields
-            )
-        )
+        times = (fields.pop("issue", start), start, end)
+        self.records[rank].append(Record(kind, action, groups, step, "forward", 1000, *times, **fields))
 
     def spend(self, rank, step, what, which=""):
         """Time of a rank in something that it does by itself; returns when that ended."""
@@ -113,25 +110,18 @@ class Job:
                 self.spend(rank, step, "user")
 
     def link_s(self, source, to, step):
-        more = (
-            self.more(source, step, "sends") + self.more(to, step, "receives") + self.more(to, step, "link")
-        )
+        places = ((source, "sends"), (to, "receives"), (to, "link"))
+        more = sum(self.more(rank, step, what) for rank, what in places)
         return (USUAL["link"] * self.chance.uniform(0.9, 1.1) + more) * MS
 
     def rings(self):
-        everyone = {TRANSPORT: tuple(range(self.world))}
-        return [
-            Ring(
-                rank,
-                self.world,
-                f"node{rank}",
-                everyone,
-                [*self.steps[rank], RecordedStep(len(self.steps[rank]) + 1, self.now[rank], self.now[rank])],
-                sorted(self.records[rank], key=lambda each: each.start),
-                [],
-            )
-            for rank in range(self.world)
-        ]
+        return [self.ring(rank) for rank in range(self.world)]
+
+    def ring(self, rank):
+        everyone, now = {TRANSPORT: tuple(range(self.world))}, self.now[rank]
+        steps = [*self.steps[rank], RecordedStep(len(self.steps[rank]) + 1, now, now)]
+        records = sorted(self.records[rank], key=lambda each: each.start)
+        return Ring(rank, self.world, f"node{rank}", everyone, steps, records, [])
 
 
 def test_the_lines_of_a_step_add_up_to_it_and_nothing_is_booked_twice():
@@ -222,13 +212,12 @@ def test_lateness_of_more_than_clocks_differ_by_is_the_late_ranks(late_us, whose
     late_s, place = late_us * 1e-6, {"transport": TRANSPORT, "number": 1}
 
     def ring(rank, issue, start):
+        met = {"met": True, **place}
         own = [
             Record("compute", "", ("g",), 2, "forward", 0, 1.0, 1.0, start),
             Record("runtime", "F+", (), 2, "forward", 0, start, start, 1.02),
             Record("wait", "all-gather", ("g",), 2, "forward", 0, issue, start, 1.02, **place),
-            Record(
-                "collective", "all-gather", ("g",), 2, "forward", 0, issue, issue, 1.02, met=True, **place
-            ),
+            Record("collective", "all-gather", ("g",), 2, "forward", 0, issue, issue, 1.02, **met),
         ]
         steps = [RecordedStep(2, 1.0, 1.02), RecordedStep(3, 1.02, 1.02)]
         return Ring(rank, 2, f"node{rank}", {TRANSPORT: (0, 1)}, steps, own, [])
@@ -250,9 +239,8 @@ def ring_of(rank, records, cores=(), end=1.1):
 
 
 def test_a_rank_that_launches_two_at_once_was_not_in_step_at_the_first_of_them():
-    wait = Record("wait", "all-gather", ("g",), 2, "forward", 64, 1.005, 1.01, 1.02, "", 2)._replace(
-        transport=TRANSPORT
-    )
+    wait = Record("wait", "all-gather", ("g",), 2, "forward", 64, 1.005, 1.01, 1.02, "", 2)
+    wait = wait._replace(transport=TRANSPORT)
     around = Record("runtime", "F+", (), 2, "forward", 0, 1.01, 1.01, 1.02)
     own = [collective(1.0, 1.02), collective(1.005, 1.02, 2), around, wait]
     save = Record("span", "save", (), 2, "forward", 0, 1.0, 1.0, 1.012)
@@ -264,15 +252,12 @@ def test_a_rank_that_launches_two_at_once_was_not_in_step_at_the_first_of_them()
 
 
 def test_what_holds_up_the_threads_of_a_rank_takes_more_than_a_millisecond():
-    collections = [
-        Record("gc", "", (), 2, "", 0, at, at, at + took) for at, took in ((1.0, 0.0009), (1.02, 0.002))
-    ]
+    took = {1.0: 0.0009, 1.02: 0.002}
+    collections = [Record("gc", "", (), 2, "", 0, at, at, at + seconds) for at, seconds in took.items()]
     cores = [CoreUse(at, at + 0.01, 0.0, 0.0, 0, 0.0, stopped) for at, stopped in ((1.0, 1e-3), (1.01, 2e-3))]
     found = _holdups(ring_of(0, collections, tuple(cores)))
-    assert [(cause, start) for cause, start, *_ in found] == [
-        ("CPU quota", 1.01),
-        ("garbage collection", 1.02),
-    ]
+    causes = [(cause, start) for cause, start, *_ in found]
+    assert causes == [("CPU quota", 1.01), ("garbage collection", 1.02)]
 
 
 def test_what_a_transfer_usually_takes_is_that_of_the_fastest_tenth():
@@ -334,9 +319,8 @@ def spent(kind, action, *, ran, queued=0.0, faults=0, others=0.0, throttled=0.0)
     ring = Ring(0, 1, "node0", {}, steps, [record], [], [], (counted,))
     ledger = booked([ring])
     assert sum(line.seconds for line in ledger.lines) == pytest.approx(0.1)
-    return {
-        line.cause: (round(line.seconds / MS, 1), line.detail) for line in ledger.lines if line.seconds > 0
-    }
+    lost = [line for line in ledger.lines if line.seconds > 0]
+    return {line.cause: (round(line.seconds / MS, 1), line.detail) for line in lost}
 
 
 def test_what_a_rank_did_not_compute_has_a_cause_of_its_own():
