@@ -72,11 +72,8 @@ def test_only_launches_that_both_remember_are_compared():
 
 def test_ranks_that_wait_for_each_other_have_diverged_even_while_a_third_computes():
     first = says(0, "ab", 2)
-    second = dataclasses.replace(
-        says(1, "a"),
-        waits=Waits("save", 1, "save(step=3)", 2.0),
-        logs={"axis": Launched(ALL, 1, ("a",)), "save": Launched(ALL, 1, ("save(step=3)",))},
-    )
+    logs = {"axis": Launched(ALL, 1, ("a",)), "save": Launched(ALL, 1, ("save(step=3)",))}
+    second = dataclasses.replace(says(1, "a"), waits=Waits("save", 1, "save(step=3)", 2.0), logs=logs)
     diagnosis = diagnose(found(first, second, says(2, "ab")), POLICY)
     assert diagnosis.fault is Fault.DIVERGED
     assert "save(step=3)" in diagnosis.sentence
@@ -277,9 +274,8 @@ def test_what_others_say_through_the_store_moves_no_cursor():
 
 @pytest.mark.parametrize("kind", [CommError, InputError, StorageError, MissingExtra])
 def test_no_error_of_ours_moves_the_cursor(kind):
-    assert str(kind(f"rank 1:\n\t{OBEYED} é")) == (
-        "rank 1:\n\t\\x1b[2J\\x07all is well\\r\\x9b1A\\u202e\\u200b é"
-    )
+    shown = "rank 1:\n\t\\x1b[2J\\x07all is well\\r\\x9b1A\\u202e\\u200b é"
+    assert str(kind(f"rank 1:\n\t{OBEYED} é")) == shown
 
 
 @pytest.mark.parametrize(
