@@ -25,25 +25,10 @@ from pathlib import Path
 
 AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 PACKAGE = "shardwright"
-PUBLIC = (
-    "public",
-    "quantized.nf4",
-    "wrapper",
-    "checkpoint",
-    "checkpoint.convert",
-    "checkpoint.tools",
-    "checkpoint.xla",
-    "xla",
-    "xla.checkpoint",
-    "xla.files",
-    "plan",
-    "plan.cluster",
-    "hf",
-    "clients.fabric",
-    "clients.lightning",
-    "quantized.interchange",
-    "lora",
-)
+CHECKPOINTS = ("checkpoint", "checkpoint.convert", "checkpoint.tools", "checkpoint.xla")
+LIBRARIES = ("xla", "xla.checkpoint", "xla.files", "hf", "clients.fabric", "clients.lightning")
+OTHERS = ("wrapper", "plan", "plan.cluster", "lora", "quantized.nf4", "quantized.interchange")
+PUBLIC = ("public", *CHECKPOINTS, *LIBRARIES, *OTHERS)
 """Modules whose names are for users; `shardwright` itself gives out the names of `public`."""
 
 CANNOT_RAISE = {
@@ -336,9 +321,8 @@ class Package:
     def annotations(self, item: Documented) -> dict[str, str]:
         """Parameter or field -> its annotation, of those that have one."""
         wanted, node = self.parameters(item), item.node
-        owners = (
-            [owner for _, owner in self.lineage(item.module, node)] if isinstance(node, ast.ClassDef) else []
-        )
+        lineage = self.lineage(item.module, node) if isinstance(node, ast.ClassDef) else []
+        owners = [owner for _, owner in lineage]
         made = [method for owner in owners for method in methods_of(owner) if method.name == "__init__"]
         found: dict[str, str] = {}
         for function in [node] if isinstance(node, AnyFunction) else made:
@@ -450,6 +434,5 @@ def _module_name(path: str) -> str:
 
 def package_at(root: Path) -> Package:
     """The package of which the folder ``root`` holds the sources."""
-    return Package(
-        {path.relative_to(root).as_posix(): path.read_text() for path in sorted(root.rglob("*.py"))}
-    )
+    paths = sorted(root.rglob("*.py"))
+    return Package({path.relative_to(root).as_posix(): path.read_text() for path in paths})

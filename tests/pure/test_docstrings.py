@@ -38,11 +38,8 @@ ERRORS = "class ShardError(Exception):\n    pass\nclass FileError(ShardError):\n
 
 def complaints_of(source: str, **others: str) -> list[str]:
     """Of a package with this file as its public names."""
-    files = {
-        "public.py": source,
-        "errors.py": ERRORS,
-        **{f"{name}.py": text for name, text in others.items()},
-    }
+    others = {f"{name}.py": text for name, text in others.items()}
+    files = {"public.py": source, "errors.py": ERRORS, **others}
     package = docstrings.Package(files | {f"{m.replace('.', '/')}.py": "" for m in docstrings.PUBLIC[1:]})
     return [complaint for item in package.documented() for complaint in package.complaints(item)]
 
@@ -129,11 +126,7 @@ def f(rows: Tensor, wait_s: float, keep_nbytes: int | None, hook: Callable[[Tens
     ("old", "new", "expected"),
     [
         ("", "", None),
-        (
-            "[n, width], of any dtype",
-            "what is summed, of any dtype",
-            "rows is a tensor, and nothing says its shape",
-        ),
+        ("[n, width], of", "what is summed, of", "rows is a tensor, and nothing says its shape"),
         ("[n, width], of any dtype", "[n, width]", "rows is a tensor, and nothing says its dtype"),
         ("of shape () in fp32", "on every rank", "f is a tensor, and nothing says its shape and dtype"),
         ("seconds to wait", "how long to wait", "wait_s has a unit, and nothing says it"),
@@ -146,9 +139,8 @@ def test_a_tensor_has_shape_and_dtype_and_a_number_its_unit(old, new, expected):
 
 
 def test_what_a_called_function_is_documented_to_raise_counts_unless_it_is_caught():
-    source = GOOD.replace("    except ShardError:", "    except KeyError:").replace(
-        "ShardError: it", "KeyError: it"
-    )
+    source = GOOD.replace("    except ShardError:", "    except KeyError:")
+    source = source.replace("ShardError: it", "KeyError: it")
     (complaint,) = complaints_of(source, other=OTHER)
     assert complaint.endswith("Raises lacks ['FileError', 'ShardError']")
 
