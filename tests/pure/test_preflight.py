@@ -18,18 +18,12 @@ GOOD_RATE = 1.2e9
 
 
 def host(number):
-    return HostReport(
-        host=f"node{number}",
-        boot=f"boot{number}",
-        address=f"10.0.0.{number + 1}",
-        link=("eth0", 9000, 10_000),
-        route=("eth0", f"10.0.0.{number + 1}"),
-        nccl="eth0",
-        versions={"Python": "3.11.2", "torch": "2.13.0", "shardwright": "0.1.0"},
-        device="8 x NVIDIA H100",
-        shared_nbytes=1 << 34,
-        disk=(5e8, 2e9),
-    )
+    address = f"10.0.0.{number + 1}"
+    place = {"host": f"node{number}", "boot": f"boot{number}", "address": address}
+    network = {"link": ("eth0", 9000, 10_000), "route": ("eth0", address), "nccl": "eth0"}
+    versions = {"Python": "3.11.2", "torch": "2.13.0", "shardwright": "0.1.0"}
+    memory = {"device": "8 x NVIDIA H100", "shared_nbytes": 1 << 34, "disk": (5e8, 2e9)}
+    return HostReport(**place, **network, **memory, versions=versions)
 
 
 def job(num_hosts=3, per_host=2):
@@ -38,12 +32,8 @@ def job(num_hosts=3, per_host=2):
     links = {}
     for rank in hosts:
         calls = tuple(RankCall(other, 5e-5, 1e-4) for other in hosts if other != rank)
-        sources = [
-            s
-            for pairs in rounds({r: h.host for r, h in hosts.items()})
-            for s, t in pairs.items()
-            if t == rank
-        ]
+        plan = rounds({r: h.host for r, h in hosts.items()})
+        sources = [source for pairs in plan for source, to in pairs.items() if to == rank]
         links[rank] = LinkReport(calls, tuple(Flow(source, GOOD_RATE) for source in sources))
     return Readiness(len(hosts), hosts, links, 1.0, "/shared")
 
@@ -53,10 +43,10 @@ def with_host(found, rank, **changes):
 
 
 def with_flows(found, rate_of):
-    links = {
-        rank: replace(report, flows=tuple(Flow(f.source, rate_of(f.source, rank)) for f in report.flows))
-        for rank, report in found.links.items()
-    }
+    def flows(rank, report):
+        return tuple(Flow(each.source, rate_of(each.source, rank)) for each in report.flows)
+
+    links = {rank: replace(report, flows=flows(rank, report)) for rank, report in found.links.items()}
     return replace(found, links=links)
 
 
@@ -87,12 +77,9 @@ def test_a_rank_that_never_came_and_one_that_fell_silent_are_named():
     found = job()
     hosts = {rank: report for rank, report in found.hosts.items() if rank != 4}
     links = {rank: report for rank, report in found.links.items() if rank not in (4, 5)}
-    links = {
-        rank: LinkReport(
-            tuple(c for c in report.calls if c.to != 4), tuple(f for f in report.flows if f.source != 4)
-        )
-        for rank, report in links.items()
-    }
+    for rank, report in links.items():
+        calls = tuple(call for call in report.calls if call.to != 4)
+        links[rank] = LinkReport(calls, tuple(flow for flow in report.flows if flow.source != 4))
     absent, silent = judge(replace(found, hosts=hosts, links=links))
     assert (absent.what, absent.ranks, silent.ranks) == ("missing", (4,), (5,))
     assert "did not come within 1.0 s" in absent.text and "MASTER_ADDR" in absent.remedy
@@ -105,10 +92,8 @@ def test_a_host_whose_own_name_leads_to_itself_is_named_with_the_interface_to_ta
     trouble = only(with_host(found, 3, address="127.0.1.1"))
     assert (trouble.what, trouble.ranks) == ("name", (2, 3))
     assert "127.0.1.1" in trouble.text and trouble.remedy.endswith("export GLOO_SOCKET_IFNAME=eth0")
-    alone = {
-        rank: replace(report, host="node0", boot="boot0", address="127.0.1.1")
-        for rank, report in found.hosts.items()
-    }
+    same = {"host": "node0", "boot": "boot0", "address": "127.0.1.1"}
+    alone = {rank: replace(report, **same) for rank, report in found.hosts.items()}
     assert judge(replace(found, hosts=alone)) == []  # of one host it is as good as any
 
 
@@ -163,9 +148,8 @@ def test_links_in_a_host_are_shown_and_not_judged():
 
 
 def test_mtu_clock_memory_disk_and_folder_are_each_found():
-    assert only(with_host(job(), 1, link=("eth0", 1500, 10_000))).remedy.endswith(
-        "ip link set dev eth0 mtu 9000"
-    )
+    remedy = only(with_host(job(), 1, link=("eth0", 1500, 10_000))).remedy
+    assert remedy.endswith("ip link set dev eth0 mtu 9000")
 
     def late(rank, call):
         return call._replace(clock_s=(call.to == 4) * 2.0 - (rank == 4) * 2.0)
@@ -174,9 +158,7 @@ def test_mtu_clock_memory_disk_and_folder_are_each_found():
     assert "64.0 MiB are free in /dev/shm" in only(with_host(job(), 0, shared_nbytes=64 << 20)).text
     assert "1.0 MB/s are written" in only(with_host(job(), 0, disk=(1e6, 1e9))).text
     found = job()
-    apart = {
-        rank: replace(report, unseen=(4, 5)) if rank < 4 else report for rank, report in found.links.items()
-    }
+    apart = {rank: replace(found.links[rank], unseen=(4, 5) if rank < 4 else ()) for rank in found.links}
     trouble = only(replace(found, links=apart))
     assert trouble.ranks == (0, 1, 2, 3) and "what ranks 4, 5 wrote" in trouble.text
 
@@ -189,9 +171,8 @@ def test_in_no_round_does_a_rank_send_or_receive_twice_and_small_jobs_measure_ea
     plan = rounds(hosts)
     for pairs in plan:
         assert len(set(pairs.values())) == len(pairs) and all(a != b for a, b in pairs.items())
-    ways = {(hosts[a], hosts[b]) for pairs in plan for a, b in pairs.items()} - {
-        (h, h) for h in hosts.values()
-    }
+    ways = {(hosts[a], hosts[b]) for pairs in plan for a, b in pairs.items()}
+    ways -= {(h, h) for h in hosts.values()}
     if len(sizes) <= 12:
         assert len(ways) == len(sizes) * (len(sizes) - 1)
     assert len(plan) * (flow_seconds(len(plan), 2.0) + 0.03) < 3.0
