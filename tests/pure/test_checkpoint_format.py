@@ -85,11 +85,10 @@ def test_checksums_of_parts_add_up_to_that_of_the_whole(parts):
     assert reduce(operator.xor, crcs) == zlib.crc32(b"".join(parts))
 
 
-@given(
-    tiling=tilings(),
-    dtype=st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64]),
-    seed=st.integers(0, 99),
-)
+UNSIGNED = st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64])
+
+
+@given(tiling=tilings(), dtype=UNSIGNED, seed=st.integers(0, 99))
 def test_checksums_add_up_over_boxes_cut_in_any_dims(tiling, dtype, seed):
     shape, boxes = tiling
     whole = Box.whole(shape)
@@ -138,11 +137,9 @@ def test_overlaps_are_those_of_brute_force(data):
     rank = data.draw(st.integers(0, 3))
     ints = st.lists(st.integers(0, 4), min_size=rank, max_size=rank).map(tuple)
     boxes = data.draw(st.lists(st.builds(Box, ints, ints), max_size=6))
-    brute = {
-        frozenset(pair)
-        for pair in itertools.combinations(range(len(boxes)), 2)
-        if set(cells(boxes[pair[0]])) & set(cells(boxes[pair[1]]))
-    }
+    covered = [set(cells(box)) for box in boxes]
+    pairs = itertools.combinations(range(len(boxes)), 2)
+    brute = {frozenset((a, b)) for a, b in pairs if covered[a] & covered[b]}
     assert {frozenset(pair) for pair in overlaps(boxes)} == brute
 
 
@@ -150,9 +147,10 @@ def cells(box: Box):
     return itertools.product(*(range(o, o + s) for o, s in zip(box.offset, box.shape, strict=True)))
 
 
-@given(
-    shape=st.lists(st.integers(1, 5000), min_size=1, max_size=3).map(tuple), nbytes=st.sampled_from([1, 4])
-)
+LONG = st.lists(st.integers(1, 5000), min_size=1, max_size=3).map(tuple)
+
+
+@given(shape=LONG, nbytes=st.sampled_from([1, 4]))
 @settings(max_examples=30)
 def test_chunks_tile_a_box_and_are_small(shape, nbytes):
     if math.prod(shape) * nbytes > 40 * CHUNK_NBYTES:
@@ -163,14 +161,9 @@ def test_chunks_tile_a_box_and_are_small(shape, nbytes):
     assert not overlaps(boxes)
 
 
-MANIFEST = Manifest(
-    step=7,
-    tensors={
-        "model/w": replace(entry_of((3, 2), [Box((0, 0), (2, 2)), Box((2, 0), (1, 2))]), aliases=("model/v",))
-    },
-    files={"f": 24},
-    state={"extra": {"lr": 0.1, "names": ["a"]}},
-)
+W = replace(entry_of((3, 2), [Box((0, 0), (2, 2)), Box((2, 0), (1, 2))]), aliases=("model/v",))
+STATE = {"extra": {"lr": 0.1, "names": ["a"]}}
+MANIFEST = Manifest(step=7, tensors={"model/w": W}, files={"f": 24}, state=STATE)
 
 
 def test_a_manifest_comes_back_equal():
@@ -207,11 +200,11 @@ def test_pieces_outside_of_their_file_and_names_twice_are_refused(broken):
         prove(broken)
 
 
+LEAF = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+KEY = st.text() | st.integers()
 SMALL = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner)
-    ),
+    LEAF,
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEY, inner),
     max_leaves=8,
 )
 
