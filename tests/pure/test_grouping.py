@@ -22,11 +22,8 @@ def test_a_group_per_block_one_for_the_embedding_and_one_for_norm_and_head():
 
 
 def test_a_plan_for_modules_that_are_not_there_is_passed_over():
-    classes = {
-        "transformer.wte": "Embedding",
-        "transformer.h.0": "GPT2Block",
-        "transformer.ln_f": "LayerNorm",
-    }
+    classes = {"wte": "Embedding", "h.0": "GPT2Block", "ln_f": "LayerNorm"}
+    classes = {f"transformer.{name}": kind for name, kind in classes.items()}
     plan = {"transformer.embed_tokens": "free_full_weight", "transformer.layers.*": "free_full_weight"}
     groups = groups_from_hints(classes, Hints({"GPT2Block"}, plan, "transformer.wte"))
     assert set(groups.apart) == {"transformer.h.0", "transformer.wte"}
@@ -56,9 +53,8 @@ def list_of(name, kinds, nbytes=10):
 def test_the_members_of_a_list_of_one_class_are_groups_the_outermost_lists_only():
     inner = Node("h.0", "Block", 10, True, (list_of("h.0.experts", ["Expert", "Expert"]),))
     outer = Node("h", "ModuleList", 20, False, (inner, Node("h.1", "Block", 10, True)))
-    mixed = Node(
-        "mlp", "Sequential", 20, True, (Node("mlp.0", "Linear", 9, True), Node("mlp.1", "ReLU", 0, True))
-    )
+    members = (Node("mlp.0", "Linear", 9, True), Node("mlp.1", "ReLU", 0, True))
+    mixed = Node("mlp", "Sequential", 20, True, members)
     assert repeated(Node("", "Model", 60, True, (mixed, outer))) == ["h.0", "h.1"]
     assert repeated(list_of("", ["Block"])) == []
 
