@@ -5,13 +5,8 @@ import pytest
 from shardwright.errors import ConfigError
 from shardwright.train.tasks import first_node, take_part
 
-STEP = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
-    "SLURM_NTASKS": "5",
-    "SLURM_NODELIST": "gpu[08-09,12]",
-    "SLURM_TASKS_PER_NODE": "2(x2),1",
-}
+STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "5"}
+STEP |= {"SLURM_NODELIST": "gpu[08-09,12]", "SLURM_TASKS_PER_NODE": "2(x2),1"}
 
 
 def rank_of(**environment):
@@ -23,14 +18,9 @@ def rank_of(**environment):
 @pytest.mark.parametrize(("rank", "local", "node", "near"), [(0, 0, 0, 2), (3, 1, 1, 2), (4, 0, 2, 1)])
 def test_a_task_of_srun_is_one_rank_of_all_tasks(rank, local, node, near):
     place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)}
-    assert rank_of(**STEP, **place) == {
-        "RANK": str(rank),
-        "WORLD_SIZE": "5",
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(near),
-        "MASTER_ADDR": "gpu08",
-        "MASTER_PORT": "12077",
-    }
+    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(near)}
+    of_all = {"WORLD_SIZE": "5", "MASTER_ADDR": "gpu08", "MASTER_PORT": "12077"}
+    assert rank_of(**STEP, **place) == of_rank | of_all
 
 
 def test_a_task_with_devices_of_its_own_takes_the_first_that_it_sees():
@@ -70,12 +60,8 @@ def test_one_process_and_a_rank_of_torchrun_stay_what_they_are(alone):
     assert rank_of(**alone) == {}
 
 
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
+OPEN_MPI = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in OPEN_MPI.items()}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
