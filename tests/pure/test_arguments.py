@@ -109,17 +109,11 @@ def test_what_is_not_there_is_told(line, says):
 
 
 FILES = (f"plan . {ON} --out {{}}", "bench compute --out {}", "preflight --out {}", "init {}")
-FOLDERS = (
-    "export there {}",
-    "merge there {}",
-    "trace there --out {}",
-    "checkpoint convert there {} --to dcp",
-    "checkpoint consolidate there {}",
-    "train a.toml --run.folder {}",
-)
+CHECKPOINTS = ("checkpoint convert there {} --to dcp", "checkpoint consolidate there {}")
+FOLDERS = ("export there {}", "merge there {}", "trace there --out {}", *CHECKPOINTS)
 
 
-@pytest.mark.parametrize("line", [*FILES, *FOLDERS])
+@pytest.mark.parametrize("line", [*FILES, *FOLDERS, "train a.toml --run.folder {}"])
 def test_an_output_that_cannot_be_written_is_told_and_nothing_is_left(line, folder):
     before = sorted(os.walk("."))
     long, below = "x" * 300, "there/file/out"
@@ -137,11 +131,7 @@ def test_an_output_that_cannot_be_written_is_told_and_nothing_is_left(line, fold
         f"plan . {ON} --out {{}}/file",
         f"plan . {ON} --draw {{}}/x.html",
         "init {}/file",
-        "export there {}",
-        "merge there {}",
-        "trace there --out {}",
-        "checkpoint convert there {} --to dcp",
-        "checkpoint consolidate there {}",
+        *FOLDERS,
         "checkpoint consolidate --ckpt-prefix there/x --save-path {}/file",
     ],
 )
@@ -179,9 +169,6 @@ def test_every_command_that_is_told_anywhere_is_one_that_works():
                 assert second in commands, (path, verb, second)
                 parser = commands[second] if verb == "checkpoint" else parser
             known = parser._option_string_actions.keys()
-            assert {each.rstrip(".") for each in re.findall(r"--[a-z_.-]+", options)} <= known, (
-                path,
-                verb,
-                options,
-            )
+            found = {each.rstrip(".") for each in re.findall(r"--[a-z_.-]+", options)}
+            assert found <= known, (path, verb, options)
     assert told > 60
