@@ -87,9 +87,8 @@ def rings_of(skew: list[float], transports: dict[str, list[int]], seed: int) -> 
                 found[rank].append(collective(number, *times, name))
     named = {name: tuple(ranks) for name, ranks in transports.items()}
     steps = [RecordedStep(1, 0.0, 50.0)]
-    return [
-        Ring(rank, len(skew), "", named, steps, records, [(1.0, 5)]) for rank, records in enumerate(found)
-    ]
+    rest = (len(skew), "", named, steps)
+    return [Ring(rank, *rest, records, [(1.0, 5)]) for rank, records in enumerate(found)]
 
 
 @pytest.mark.parametrize(
@@ -229,29 +228,19 @@ def test_on_a_device_collectives_stand_where_it_ran_them_and_waits_are_its_own()
 
 def test_the_page_of_a_device_has_a_lane_for_the_host():
     drawing = draw([on_a_device()])
-    assert drawing.lanes == tuple(
-        f"rank 0 {lane}" for lane in ("host", "compute", "gather", "reduce", "wait")
-    )
-    assert [(bar.start, bar.end) for bar in drawing.bars if bar.row == "rank 0 wait"] == [
-        (1.5, 2.0),
-        (3.0, 5.0),
-    ]
-    assert [(each.start, each.end) for each in drawing.shades] == [(1.5, 2.0), (3.0, 5.0)]
+    lanes = ("host", "compute", "gather", "reduce", "wait")
+    assert drawing.lanes == tuple(f"rank 0 {lane}" for lane in lanes)
+    for waits in ([bar for bar in drawing.bars if bar.row == "rank 0 wait"], drawing.shades):
+        assert [(each.start, each.end) for each in waits] == [(1.5, 2.0), (3.0, 5.0)]
     assert {"forward of blocks.0", "forward of blocks.1"} <= {bar.label for bar in drawing.bars}
 
 
 def test_memory_is_drawn_by_what_it_is_for():
-    ring = on_a_device()._replace(
-        memory=[(1.0, 30), (4.0, 60)], held=[(3.5, 1000, 200, 50), (9.0, 700, 200, 50)]
-    )
+    held = [(3.5, 1000, 200, 50), (9.0, 700, 200, 50)]
+    ring = on_a_device()._replace(memory=[(1.0, 30), (4.0, 60)], held=held)
     found = {level.at: dict(level.nbytes) for level in levels(ring)}
-    assert found[3.5] == {
-        "states": 200,
-        "unsharded": 30,
-        "gradients": 0,
-        "activations": 720,
-        "other": 50,
-    }
+    kinds = ("states", "unsharded", "gradients", "activations", "other")
+    assert found[3.5] == dict(zip(kinds, (200, 30, 0, 720, 50), strict=True))
     assert found[4.0]["unsharded"] == 60
     assert found[5.5]["gradients"] == 100  # whole
     assert found[7.0]["gradients"] == 50  # a shard of it

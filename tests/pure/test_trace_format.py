@@ -38,12 +38,9 @@ def test_what_the_format_does_not_allow_is_refused(events, why):
 
 
 def test_a_trace_calls_waits_by_the_words_of_the_page():
-    records = [
-        Record("wait", "words", (), 1, "forward", 0, 0.0, 0.0, 1.0, "all", 1, "agreement on 14 integers"),
-        Record(
-            "wait", "all-gather", ("a", "b"), 1, "forward", 8, 1.0, 1.0, 2.0, "all", 2, "all-gather a (2)"
-        ),
-    ]
+    words = (1, "forward", 0, 0.0, 0.0, 1.0, "all", 1, "agreement on 14 integers")
+    gather = (1, "forward", 8, 1.0, 1.0, 2.0, "all", 2, "all-gather a (2)")
+    records = [Record("wait", "words", (), *words), Record("wait", "all-gather", ("a", "b"), *gather)]
     ring = Ring(0, 2, "node0", {}, [RecordedStep(1, 0.0, 2.0)], records, [])
     names = [event["name"] for event in trace_format.read(trace_events([ring]))["X"]]
     assert names == ["waits in an agreement of ranks", "waits in all-gather a, b"]
