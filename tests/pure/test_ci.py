@@ -21,9 +21,8 @@ def pressure(path, share):
         while not ended.is_set():
             fresh = path.with_suffix(".new")
             total = int((time.monotonic() - start) * 1e6 * share)
-            fresh.write_text(
-                f"some avg10=0.00 avg60=0.00 avg300=0.00 total={total}\nfull avg10=0.00 total=0\n"
-            )
+            some = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={total}"
+            fresh.write_text(f"{some}\nfull avg10=0.00 total=0\n")
             fresh.replace(path)
             ended.wait(0.05)
 
@@ -34,6 +33,11 @@ def pressure(path, share):
     yield
     ended.set()
     keeper.join()
+
+
+def timed(pressure_file, *words):
+    env = {"CI_PRESSURE": str(pressure_file), "PATH": "/usr/bin:/bin"}
+    return subprocess.run([str(TIMED), *words], env=env, capture_output=True, text=True, timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -50,25 +54,13 @@ def test_a_target_fails_above_one_and_a_half_times_its_minutes_on_an_idle_machin
     tmp_path, share, minutes, command, status
 ):
     with pressure(tmp_path / "cpu", share):
-        done = subprocess.run(
-            [str(TIMED), minutes, "bash", "-c", command],
-            env={"CI_PRESSURE": str(tmp_path / "cpu"), "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
+        done = timed(tmp_path / "cpu", minutes, "bash", "-c", command)
     assert done.returncode == status, done
     assert f"min {command[6]} s, stated {minutes} min" in done.stdout
     assert ("more than one and a half times" in done.stderr) == (status == 3)
 
 
 def test_without_pressure_information_time_is_only_printed(tmp_path):
-    done = subprocess.run(
-        [str(TIMED), "0.01", "sleep", "1"],
-        env={"CI_PRESSURE": str(tmp_path / "none"), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    done = timed(tmp_path / "none", "0.01", "sleep", "1")
     assert done.returncode == 0
     assert "sleep 1: 0 min 1 s" in done.stdout
