@@ -19,17 +19,12 @@ from shardwright.schedule.schedule import Event, EventKind, Phase
 
 TEXT = Path(__file__).parent / "fixtures/steps.txt"
 # A device on which a byte takes a second, beside a host that launches in a quarter of one.
-DEVICE = DeviceSpec(
-    "slow", 1.0, 1e3, 1.0, 1.0, matmul=1.0, attention=1.0, ring=1.0, host_link=4.0, host_memory=2.0
-)
+WHOLE = {"matmul": 1.0, "attention": 1.0, "ring": 1.0}
+DEVICE = DeviceSpec("slow", 1.0, 1e3, 1.0, 1.0, **WHOLE, host_link=4.0, host_memory=2.0)
 FAST = replace(DEVICE, peak_flops=1e3, memory_bandwidth=1e3, link_bandwidth=1e3)
 CONSTANTS = Constants(1.0, 1.0, 1.0, 0.0, 8.0, 1.0, 0.0, 0.25, 0.5, 1.0)
-GROUPS = (
-    GroupSize("a", 8, 8),
-    GroupSize("b", 16, 8, coded=(4, 2)),
-    GroupSize("c", 8, 8),
-    GroupSize("d", 8, 8),
-)
+CODED = GroupSize("b", 16, 8, coded=(4, 2))
+GROUPS = (GroupSize("a", 8, 8), CODED, GroupSize("c", 8, 8), GroupSize("d", 8, 8))
 
 
 def work():
@@ -51,16 +46,14 @@ def work():
 ONE = Cluster(DEVICE, 2, 2)
 CASES = {name: (preset, Prices(ONE, CONSTANTS, preset, 2)) for name, preset in PRESETS.items()}
 _ours = PRESETS["shardwright"]
+STATE = CPUOffloadPolicy(params=False, grads=False)
 CASES |= {
     "a fast device": (PRESETS["fsdp2"], Prices(Cluster(FAST, 2, 2), CONSTANTS, PRESETS["fsdp2"], 2)),
     "limit of one": (each := replace(PRESETS["fsdp1"], limit=1), Prices(ONE, CONSTANTS, each, 2)),
     "copies of shards": (_ours, Prices(Cluster(DEVICE, 4, 2, 1.0), CONSTANTS, _ours, 2)),
     "kept over fewer": (_ours, Prices(Cluster(DEVICE, 4, 2, 1.0), CONSTANTS, _ours, 4, smaller_world=2)),
     "offloaded": (_ours, Prices(ONE, CONSTANTS, _ours, 2, offload=CPUOffloadPolicy())),
-    "state on the host": (
-        _ours,
-        Prices(ONE, CONSTANTS, _ours, 2, offload=CPUOffloadPolicy(params=False, grads=False)),
-    ),
+    "state on the host": (_ours, Prices(ONE, CONSTANTS, _ours, 2, offload=STATE)),
 }
 
 
