@@ -33,14 +33,13 @@ def run(*arguments, code=0):
 def test_help_lists_every_verb_in_its_section_with_its_purpose_and_ends_with_examples():
     out, _ = run("--help")
     listed, examples = out.split("\nexamples:\n")
-    shown = {
-        section.partition(":\n")[0]: dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
-        for section in listed.split("\n\n")[2:-1]
-        if (lines := section.splitlines()[1:])
-    }
-    assert shown == {
-        section: {name: verb.purpose for name, verb in verbs.items()} for section, verbs in SECTIONS.items()
-    }
+    shown = {}
+    for section in listed.split("\n\n")[2:-1]:
+        name, *lines = section.splitlines()
+        shown[name.removesuffix(":")] = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
+    for section, verbs in SECTIONS.items():
+        assert shown[section] == {name: verb.purpose for name, verb in verbs.items()}
+    assert list(shown) == list(SECTIONS)
     assert list(shown)[:5] == ["train and fine-tune", "afterwards", "plan", "look", "check"]
     assert all(line.startswith("  shardwright ") for line in examples.splitlines())
 
@@ -96,15 +95,11 @@ def test_every_recipe_resolves_and_says_what_it_is_in_its_first_sentence(path):
 
 @pytest.mark.parametrize("kind", ["full", "lora", "qlora", "dpo"])
 def test_a_recipe_of_a_real_size_is_the_toy_with_other_numbers_paths_and_dtypes(kind):
-    toy, real = (
-        resolve(ROOT / "recipes" / f"finetune-{kind}{size}.toml").recipe.model_dump()
-        for size in ("", "-real")
-    )
-    others = {
-        f"{section}.{key}"
-        for section, values in toy.items()
-        for key, value in values.items()
-        if real[section][key] != value and type(value) not in (int, float)
-    }
+    paths = (ROOT / "recipes" / f"finetune-{kind}{size}.toml" for size in ("", "-real"))
+    toy, real = (resolve(path).recipe.model_dump() for path in paths)
+    others = set()
+    for section, values in toy.items():
+        other = {key for key, value in values.items() if real[section][key] != value}
+        others |= {f"{section}.{key}" for key in other if type(values[key]) not in (int, float)}
     paths = {"run.folder", "base.folder", "data.path"}
     assert others - {"base.dtype", "training.dtype", "training.activation_checkpointing"} <= paths
