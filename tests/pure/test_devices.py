@@ -16,9 +16,8 @@ def see(monkeypatch):
 
     def seen(count, kind="cuda"):
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-        monkeypatch.setattr(
-            torch.accelerator, "current_accelerator", lambda *_: torch.device(kind) if count else None
-        )
+        device = torch.device(kind) if count else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: device)
 
     return seen
 

@@ -108,14 +108,11 @@ class Rank:
             waiting = [number for _, name, number in pending if name == log]
             on_device = log in ON_DEVICE
             begun = sum(1 for (name, _), at in self.begun.items() if name == log and at <= now)
-            logs[log] = Launched(
-                RANKS[log],
-                counts.get(log, 0),
-                tuple(self.keys[log][: counts.get(log, 0)]),
-                begun if on_device else None,
-                (min(waiting) - 1 if waiting else counts.get(log, 0)) if on_device else None,
-                of_torch=log == "pair",
-            )
+            count = counts.get(log, 0)
+            ended = min(waiting) - 1 if waiting else count
+            device = (begun, ended) if on_device else (None, None)
+            keys = tuple(self.keys[log][:count])
+            logs[log] = Launched(RANKS[log], count, keys, *device, of_torch=log == "pair")
         start, operation, log, number = self.doing(now)
         answer = Answer(self.number, "forward", f"train.py:{self.number}", logs=logs, since_s=now - start)
         if operation == "foreign":
@@ -152,11 +149,9 @@ def ran(programs):
         for log, of in RANKS.items():
             for number in range(1, 1 + max(len(rank.keys[log]) for rank in ranks)):
                 times = [ranks[rank].begun.get((log, number)) for rank in of]
-                alike = {
-                    ranks[rank].keys[log][number - 1 : number] == ranks[of[0]].keys[log][number - 1 : number]
-                    for rank in of
-                }
-                if (log, number) not in ended and None not in times and alike == {True}:
+                keys = [ranks[rank].keys[log][number - 1 : number] for rank in of]
+                alike = all(key == keys[0] for key in keys)
+                if (log, number) not in ended and None not in times and alike:
                     ended[log, number], moves = max(times) + 0.001, True
     return ranks
 
@@ -203,9 +198,8 @@ def verdicts(ranks, chance, until_s, clock, notes=(), ended=(frozenset(), NEVER)
                 continue
             took_s = chance.uniform(0.02, POLICY.answer_s)
             gone = ended[0] if now >= ended[1] else frozenset()
-            answers = {
-                r.number: r.says(now + chance.random() * took_s) for r in ranks if r.number not in gone
-            }
+            there = [rank for rank in ranks if rank.number not in gone]
+            answers = {rank.number: rank.says(now + chance.random() * took_s) for rank in there}
             told = [note for note in notes if now >= note.at_s]
             found = Findings(WORLD, answers, told, gone if not told else frozenset(), took_s=took_s)
             diagnosis = diagnose(found, POLICY)

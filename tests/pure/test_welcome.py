@@ -89,9 +89,8 @@ class Exploration:
 
     def start(self, store: dict[str, str] | None = None, **may) -> World:
         others = tuple(range(1, self.ranks))
-        return World(
-            tuple(sorted((store or {}).items())), (Place(0, others), *[Place()] * len(others)), **may
-        )
+        places = (Place(0, others), *[Place()] * len(others))
+        return World(tuple(sorted((store or {}).items())), places, **may)
 
     def after(self, moment: World) -> Iterator[World]:
         for rank in range(self.ranks):
@@ -182,9 +181,8 @@ def test_three_ranks_meet_three_times_whatever_the_order_of_their_steps():
 @pytest.mark.parametrize(("ranks", "meetings"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.exhaustive)])
 def test_what_another_attempt_left_or_sent_late_keeps_nobody_from_meeting(ranks, meetings):
     exploration = Exploration(ranks, meetings)
-    assert (
-        exploration.all_from(*(exploration.start(**left) for left in left_by_another_attempt(ranks))) > 1000
-    )
+    starts = (exploration.start(**left) for left in left_by_another_attempt(ranks))
+    assert exploration.all_from(*starts) > 1000
 
 
 @pytest.mark.parametrize(
