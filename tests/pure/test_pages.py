@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from shardwright.params.buffer import Buffer
 
 from shardwright.params.binding import Buffer
-from shardwright.transport.cpu.pages import (
-    HUGE_PAGE_NBYTES,
-    Pool,
-    take_bytes,
-)
+from shardwright.transport.cpu.pages import HUGE_PAGE_NBYTES, Pool, take_bytes
 
 CHOICE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -96,15 +93,9 @@ print(faults())
 def number_from(script: str, **environment: str) -> int:
     """What a script prints in a new process, with malloc as it is by default."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    child = subprocess.run(
-        [sys.executable, "-c", script],
-        env=clean | environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return int(child.stdout)
+    env = clean | environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    return int(subprocess.check_output(command, env=env, text=True, timeout=60))
 
 
 def faults_of_rounds(**environment: str) -> int:
