@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -39,13 +40,19 @@ class End:
         return transfer
 
 
-@pytest.fixture(params=[False, True], ids=["places", "takes memory"])
-def ends(request):
-    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    ends = [End(rank, end, request.param) for rank, end in enumerate(pair)]
+@contextmanager
+def both(takes_memory, timeout_s=5.0):
+    """Two ends that are connected."""
+    ends = [End(rank, end, takes_memory, timeout_s) for rank, end in enumerate(socket.socketpair())]
     yield ends
     for end in ends:
         end.loop.stop()
+
+
+@pytest.fixture(params=[False, True], ids=["places", "takes memory"])
+def ends(request):
+    with both(request.param) as ends:
+        yield ends
 
 
 def arrived(transfer, places):
@@ -70,18 +77,25 @@ def test_both_ends_learn_that_they_are_in_different_collectives(ends):
 SIZES = ([1], [5, 100_003], [3] * 700, [4 << 20, 7])
 
 
+def in_order(expected_first, receive, send):
+    """What both give, the receives begun before the sends or after them."""
+    if expected_first:
+        return receive(), send()
+    sends = send()
+    time.sleep(0.1)  # what can arrive before it is expected has done so
+    return receive(), sends
+
+
 @pytest.mark.parametrize("expected_first", [True, False])
 def test_messages_of_any_size_arrive_in_order_whoever_comes_first(ends, expected_first):
     sender, receiver = ends
     messages = [[torch.randint(256, (n,), dtype=torch.uint8) for n in sizes] for sizes in SIZES]
     places = [[torch.empty(n, dtype=torch.uint8) for n in sizes] for sizes in SIZES]
-    receives = []
-    if expected_first:
-        receives = [receiver.receive(number, into) for number, into in enumerate(places)]
-    sends = [sender.send(number, parts) for number, parts in enumerate(messages)]
-    if not expected_first:
-        time.sleep(0.1)  # what can arrive before it is expected has done so
-        receives = [receiver.receive(number, into) for number, into in enumerate(places)]
+    receives, sends = in_order(
+        expected_first,
+        lambda: [receiver.receive(number, into) for number, into in enumerate(places)],
+        lambda: [sender.send(number, parts) for number, parts in enumerate(messages)],
+    )
     for transfer, into, parts in zip(receives, places, messages, strict=True):
         assert torch.equal(arrived(transfer, into), torch.cat(parts))
     for transfer in sends:
@@ -91,10 +105,8 @@ def test_messages_of_any_size_arrive_in_order_whoever_comes_first(ends, expected
 @pytest.fixture
 def taking():
     """Two ends of a connection that takes memory."""
-    ends = [End(rank, end, True) for rank, end in enumerate(socket.socketpair())]
-    yield ends
-    for end in ends:
-        end.loop.stop()
+    with both(takes_memory=True) as ends:
+        yield ends
 
 
 RUNS = (None, [], [(0, 1)], [(2, 5), (700, 1000), (1001, 4 << 20)], [(0, 1000), (1000, 5 << 20)])
@@ -106,13 +118,11 @@ def test_what_lies_between_runs_is_zeros_and_is_not_sent(taking, expected_first)
     parts = [torch.randint(1, 256, (n,), dtype=torch.uint8) for n in (1000, 5 << 20)]
     torch.empty(8 << 20, dtype=torch.uint8).fill_(7)  # what the next memory was used for
     place = [torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)]
-    receives = []
-    if expected_first:
-        receives = [receiver.receive(number, place) for number in range(len(RUNS))]
-    sends = [sender.send(number, parts, runs=runs) for number, runs in enumerate(RUNS)]
-    if not expected_first:
-        time.sleep(0.1)
-        receives = [receiver.receive(number, place) for number in range(len(RUNS))]
+    receives, sends = in_order(
+        expected_first,
+        lambda: [receiver.receive(number, place) for number in range(len(RUNS))],
+        lambda: [sender.send(number, parts, runs=runs) for number, runs in enumerate(RUNS)],
+    )
     for transfer, runs in zip(receives, RUNS, strict=True):
         whole = torch.cat(parts)
         kept = torch.zeros_like(whole) if runs is not None else whole
@@ -148,11 +158,8 @@ def test_another_collective_is_told_from_the_head(ends, early, number, nbytes, k
         sender.send(number, [torch.ones(nbytes, dtype=torch.uint8)], key)
     with pytest.raises(CommError, match="ranks are in different collectives") as error:
         transfer.wait_received()
-    for told in (
-        "rank 1 is in 'all-gather 1' (number 1",
-        f"rank 0 is in {key!r} (number {number}, {nbytes} bytes)",
-    ):
-        assert told in str(error.value)
+    assert "rank 1 is in 'all-gather 1' (number 1" in str(error.value)
+    assert f"rank 0 is in {key!r} (number {number}, {nbytes} bytes)" in str(error.value)
     assert not place.any()
 
 
@@ -215,9 +222,7 @@ def test_how_long_a_message_took_is_on_record_whether_or_not_it_began_late():
 
 
 def test_an_end_that_says_nothing_is_named_after_the_timeout():
-    ends = [End(rank, end, False, 0.2) for rank, end in enumerate(socket.socketpair())]
     place = torch.zeros(8, dtype=torch.uint8)
-    with pytest.raises(CommError, match="rank 1 waited 0 s for rank 0 in 'key'; the connection is open"):
+    refused = pytest.raises(CommError, match="rank 1 waited 0 s for rank 0 in 'key'; the connection is open")
+    with both(takes_memory=False, timeout_s=0.2) as ends, refused:
         ends[1].receive(1, [place]).wait_received()
-    for end in ends:
-        end.loop.stop()
