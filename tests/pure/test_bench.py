@@ -21,25 +21,14 @@ def paired(step_s, local_s, exposed_s=None):
     """What one rank measured: blocks of (step, local step) seconds."""
     nothing = [0.0] * len(step_s)
     sent = [2.0 * 2**20] * len(step_s)
-    return {
-        "step_s": step_s,
-        "local_step_s": local_s,
-        "cpu_s": nothing,
-        "local_cpu_s": nothing,
-        "sent_nbytes": sent,
-        "local_sent_nbytes": nothing,
-        "exposed_s": exposed_s or [math.nan] * len(step_s),
-    }
+    own = {"step_s": step_s, "cpu_s": nothing, "sent_nbytes": sent}
+    local = {"local_step_s": local_s, "local_cpu_s": nothing, "local_sent_nbytes": nothing}
+    return {**own, **local, "exposed_s": exposed_s or [math.nan] * len(step_s)}
 
 
 def solo(communication_s, losses=(3.0, 2.0)):
-    return {
-        "peak_nbytes": 3 * 2**20,
-        "unsharded_nbytes": None,
-        "at_rest_nbytes": None,
-        "communication_s": communication_s,
-        "losses": list(losses),
-    }
+    nbytes = {"peak_nbytes": 3 * 2**20, "unsharded_nbytes": None, "at_rest_nbytes": None}
+    return {**nbytes, "communication_s": communication_s, "losses": list(losses)}
 
 
 def row(system="fsdp2", losses=(3.0, 2.0), communication_s=0.5):
@@ -201,10 +190,8 @@ def test_the_short_form_measures_less():
 
 def test_a_slow_link_without_root_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
-    with (
-        pytest.raises(links.LinkError, match="'1gbit' needs root; run as root"),
-        links.places("1gbit", 2),
-    ):
+    refused = pytest.raises(links.LinkError, match="'1gbit' needs root; run as root")
+    with refused, links.places("1gbit", 2):
         pass
 
 
@@ -245,9 +232,8 @@ def figure(folder, **precisions):
 def test_the_picture_over_links_has_a_point_for_each_system_and_speed(tmp_path):
     status, table, picture = figure(tmp_path, **{"1gbit": "bf16", "100mbit": "bf16"})
     assert status == 0, table
-    assert [line.split(" | ")[:2] for line in table.splitlines()[2:]] == [
-        [f"| {speed}", system] for system in ("fsdp2", "shardwright") for speed in ("0.1", "1")
-    ]
+    rows = [line.split(" | ")[:2] for line in table.splitlines()[2:]]
+    assert rows == [[f"| {speed}", system] for system in ("fsdp2", "shardwright") for speed in ("0.1", "1")]
     for text in ("PyTorch FSDP2", "Shardwright", "100 Mbit/s", "2 ranks, bf16"):
         assert f"<!-- {text}" in picture
 

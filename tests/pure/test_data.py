@@ -17,14 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.data.kinds import kind_of
-from shardwright.data.text import (
-    FILE_START,
-    Share,
-    TrainBatches,
-    corpus_files,
-    heldout_windows,
-    read_corpus,
-)
+from shardwright.data.text import FILE_START, Share, TrainBatches, corpus_files, heldout_windows, read_corpus
 from shardwright.errors import DataError
 from shardwright.recipe.config import DataConfig
 
@@ -130,23 +123,21 @@ def test_data_that_is_no_text_is_refused_by_its_name_and_kind(tmp_path, kind):
             corpus_files(DataConfig(path=path))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "[1] a footnote",
-            "[a list]",
-            "[[wiki]]",
-            "PAR1S",
-            "ORCs.",
-            "ARROW1",
-            "N. Korea.",
-            "Now we are here.",
-        ),
-        *("]. So it ends.", "(hello).", "I5\n. A list.", ".", "{}", "\ufeffwith a mark", "\x80.", "'[1, 2]'"),
-        *(json.dumps(ROWS[0]), "\n".join(map(json.dumps, ROWS)), "[" * 5000 + "]"),
-    ],
-)
+TEXTS = [
+    "[1] a footnote",
+    "[a list]",
+    "[[wiki]]",
+    "PAR1S",
+    "ORCs.",
+    "ARROW1",
+    "N. Korea.",
+    "Now we are here.",
+]
+TEXTS += ["]. So it ends.", "(hello).", "I5\n. A list.", ".", "{}", "\ufeffwith a mark", "\x80.", "'[1, 2]'"]
+TEXTS += [json.dumps(ROWS[0]), "\n".join(map(json.dumps, ROWS)), "[" * 5000 + "]"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_text_is_taken_for_text(text):
     assert kind_of(text.encode()) is None
 
@@ -164,16 +155,12 @@ def test_a_corpus_smaller_than_a_batch_is_refused_with_the_numbers():
 
 
 @settings(max_examples=50)
-@given(
-    world=st.integers(1, 4), batch_size=st.integers(1, 3), length=st.integers(1, 5), extra=st.integers(0, 40)
-)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(0, 40))
 def test_an_epoch_is_every_window_once_whatever_the_ranks(world, batch_size, length, extra):
     num_windows = world * batch_size + extra
-    data = np.arange(num_windows * length + 1) % 251
-    ranks = [
-        TrainBatches(data.astype(np.uint8), length, Share(r, world, batch_size), 3) for r in range(world)
-    ]
-    one = TrainBatches(data.astype(np.uint8), length, Share(0, 1, 1), 3)
+    data = (np.arange(num_windows * length + 1) % 251).astype(np.uint8)
+    ranks = [TrainBatches(data, length, Share(r, world, batch_size), 3) for r in range(world)]
+    one = TrainBatches(data, length, Share(0, 1, 1), 3)
     order = [one.at(p)[0] for p in range(2 * num_windows)]
     for position in range(0, 2 * num_windows - world * batch_size + 1, world * batch_size):
         got = torch.cat([rank.at(position)[0] for rank in ranks])
@@ -205,9 +192,8 @@ def test_a_limit_takes_whole_files_the_same_each_time(tmp_path):
     assert [name for name, _ in taken] != sorted(files)[:7]
     assert len(taken) == 7
     assert all(files[name] == content for name, content in taken)
-    with pytest.raises(
-        DataError, match=r"smallest file has 100 bytes, .*data.limit_nbytes = 50: .*or to 0 for all"
-    ):
+    says = r"smallest file has 100 bytes, .*data.limit_nbytes = 50: .*or to 0 for all"
+    with pytest.raises(DataError, match=says):
         corpus_files(DataConfig(path=path, limit_nbytes=50))
 
 
