@@ -13,20 +13,11 @@ from shardwright.policy import WatchPolicy
 
 def entry(number, name="nccl:all_reduce", group="0", record=None, **more):
     """One collective, as torch dumps it."""
-    fields = {
-        "record_id": number - 1 if record is None else record,
-        "pg_id": 0,
-        "process_group": (group, "default_pg"),
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-        "profiling_name": name,
-        "time_created_ns": number,
-        "state": "completed",
-        "retired": True,
-        "time_discovered_started_ns": None,
-        "is_p2p": False,
-    }
-    return fields | more
+    record = number - 1 if record is None else record
+    of_group = {"record_id": record, "pg_id": 0, "process_group": (group, "default_pg")}
+    numbers = {"collective_seq_id": number, "p2p_seq_id": 0, "profiling_name": name, "is_p2p": False}
+    times = {"time_created_ns": number, "time_discovered_started_ns": None}
+    return {**of_group, **numbers, **times, "state": "completed", "retired": True, **more}
 
 
 RUNS = {"state": "scheduled", "retired": False}
@@ -41,11 +32,8 @@ def dump(*entries):
 def test_of_each_group_the_count_the_keys_and_the_oldest_that_has_not_ended_are_read():
     group = parsed(dump(entry(1), entry(2, **RUNS), entry(3, "nccl:barrier", **RUNS)))["0"]
     assert (group.count, group.ended, group.begun, group.pending) == (3, 1, None, (2, 2))
-    assert group.last_keys == (
-        "nccl:all_reduce in group default_pg",
-        "nccl:all_reduce in group default_pg",
-        "nccl:barrier in group default_pg",
-    )
+    names = ("all_reduce", "all_reduce", "barrier")
+    assert group.last_keys == tuple(f"nccl:{name} in group default_pg" for name in names)
 
 
 def test_what_has_begun_is_known_only_where_torch_times_it():
