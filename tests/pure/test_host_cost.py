@@ -42,9 +42,8 @@ def test_few_frames_lie_between_a_hook_and_a_collective(kind):
 def test_the_drawn_way_of_a_byte_is_the_stack_of_a_real_step(kind):
     page = Path(HERE).parents[1] / "docs" / "design" / "way-of-a-byte.md"
     drawn = re.search(rf"<!-- frames: {kind} -->\n```text\n(.*?)\n```", page.read_text(), re.DOTALL)
-    frames = [
-        f"{file.rpartition('/shardwright/')[2]} {name}" for file, name in counted(8).seen.ways[kind].frames
-    ]
+    found = counted(8).seen.ways[kind].frames
+    frames = [f"{file.rpartition('/shardwright/')[2]} {name}" for file, name in found]
     assert drawn and drawn[1].splitlines() == frames, "\n".join([f"{page.name} should draw:", *frames])
 
 

@@ -34,9 +34,8 @@ class Table(nn.Module):
 
     def __init__(self, size: int, dim: int) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Parameter(torch.ones((size, width) if dim == 0 else (width, size))) for width in (2, 3)
-        )
+        shapes = ((size, width) if dim == 0 else (width, size) for width in (2, 3))
+        self.first, self.second = (nn.Parameter(torch.ones(shape)) for shape in shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.first.sum() + self.second.sum()
@@ -80,11 +79,8 @@ MADE = {
 }
 IN_SMALL_WORLDS = ("alone", "subclass of two tensors")  # whose class takes no more ranks than it has rows
 # What is offloaded is copied to pinned memory, which there is only where there is an accelerator.
-OTHERS = [
-    kind
-    for kind, (*_, options) in KINDS.items()
-    if not (kind in IN_SMALL_WORLDS or "offload_policy" in options)
-]
+OFFLOADED = [kind for kind, (*_, options) in KINDS.items() if "offload_policy" in options]
+OTHERS = [kind for kind in KINDS if kind not in (*IN_SMALL_WORLDS, *OFFLOADED)]
 WAYS = MADE | {kind: KINDS[kind] for kind in OTHERS}
 EVEN_IN_8 = ("subclass", "hybrid", "hybrid, half")  # and in no larger world
 QUICK = ("ranks without rows", "a last rank with fewer columns", "many copies", "rows in use")
@@ -168,9 +164,8 @@ def test_sharding_a_model_asks_the_host_no_more_of_4096_ranks_than_of_64():
         with rank_zero_of(world):
             mesh = init_device_mesh("cpu", (world,))
             model = nn.Sequential(*(Layer(5, 6) for _ in range(5)))
-            return count_instructions(
-                lambda: [fully_shard(each, mesh=mesh) for each in [*model, model]], FOLDER
-            )
+            both = [*model, model]
+            return count_instructions(lambda: [fully_shard(each, mesh=mesh) for each in both], FOLDER)
 
     sharding(8)  # what is made once, for every model
     others_come = ("transport/attempt.py", "transport/process.py")  # once in a process; here they never do
