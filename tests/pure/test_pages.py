@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardwright.params.buffer import Buffer
 
 from shardwright.params.binding import Buffer
 from shardwright.transport.cpu.pages import HUGE_PAGE_NBYTES, Pool, take_bytes
