@@ -6,8 +6,11 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import shardwright
 from tests.ranks.cases import CASES
@@ -154,6 +157,20 @@ SAME_NAME = {
     "BackwardPrefetch": "public twice, as in torch: a policy's choice, and an argument of the wrapper class",
 }
 """Classes of the package that share a name, and why they may."""
+
+MOVED = {
+    "bucketer": "ops.bucketer",
+    "nf4": "quantized.nf4",
+    "interchange": "quantized.interchange",
+    "train.lora": "lora",
+}
+"""Documented modules that have moved; those of Lightning too, which tests/hf imports."""
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_module_that_has_moved_is_the_same_one_under_its_old_path(old):
+    assert import_module(f"shardwright.{old}") is import_module(f"shardwright.{MOVED[old]}")
+
 
 CORE = ("schedule", "engine", "params", "quantized", "transport", "observe")
 """The rooms whose public classes the glossary lists."""
