@@ -66,6 +66,8 @@ def answer(rank: int, token: str) -> Round[bool]:
     number = yield f"hello/{rank}", None
     if not number:
         return False
+    # After the hello was read, not before: else a hello of the next meeting might be answered with the token
+    # of the last one.
     if (yield met(rank, token), None):
         return True
     if (yield f"welcome/{rank}", None) != f"{number} {token}":
@@ -83,6 +85,7 @@ def ask(rank: int, number: str, word: str) -> Round[str]:
         if (yield f"hello/{rank}", None) != number:
             yield f"hello/{rank}", number
         return ""
+    # Seen in the store before this rank goes on to its next hello, which must not get the same token.
     while not (yield met(rank, token), None):
         yield met(rank, token), word
     return token
@@ -167,6 +170,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Process
     Raises: CommError where one of them doesn't come within ``timeout``.
     """
     keys = keys_of(ranks, timeout, "to make a process group")
+    # `dist.new_group` has no argument for a store: it takes that of the default group.
     with process_state.swapping, default_store_is(keys), host_limits_told():
         made = new_group_of(ranks, timeout, backend)
     assert isinstance(made, ProcessGroup)
@@ -179,6 +183,7 @@ def keys_of(ranks: Sequence[int], timeout: timedelta, what: str) -> Store:
     what: what for, in messages. Raises: CommError where one of them doesn't come within ``timeout``.
     """
     ours = list(ranks).index(dist.get_rank())
+    # Groups of other ranks are made at the same time, so that the ranks are part of the keys.
     members = PrefixStore(f"group/{','.join(map(str, ranks))}", job_store())
     wait = Launch(0, what.removeprefix("to "), process_state.phase, process_state.step)
     with LaunchLog(ranks, "meeting ").waiting(wait):
@@ -275,8 +280,10 @@ class Meeting:
         Raises: CommError where they don't come within the time limit, or the watch found why they can't.
         """
         store = self._store
+        # Before this rank is counted: who sees that all have come also sees why one of them refused.
         if own is not None:
             store.compare_set(f"{what}/refused", "", own or _NO_REASON)
+        # The last one to come tells the others, so that each asks for one key, however many ranks there are.
         if store.add(f"{what}/came", 1) == self.world:
             store.set(f"{what}/all", "")
         self._wait_for(f"{what}/all", what)

@@ -319,6 +319,7 @@ class Comm(Protocol):
         if self.world == 1:
             return [list(words)]
         sent_nbytes = self.sent_nbytes
+        # On the host also where the program has set another default device (`torch.set_default_device`).
         table = torch.zeros(self.world, len(words), dtype=torch.int64, device="cpu")
         table[self.rank] = torch.tensor(words, dtype=torch.int64, device="cpu")
         self.all_gather([Segment(table.view(-1), equal_spans(len(words), self.world))], key).wait()

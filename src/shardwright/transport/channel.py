@@ -140,6 +140,8 @@ def broadcast(
             return told
         mine = data if data is not None and not silent and key == first else b""
         [nbytes] = channel.exchange([len(mine)])
+        # Seven bytes to a word: eight may be a number beyond int64. Who says nothing sends as many zeros,
+        # which an OR leaves out.
         words = [int.from_bytes(mine[at : at + 7], "little") for at in range(0, nbytes, 7)]
         said = b"".join(word.to_bytes(7, "little") for word in channel.exchange(words or [0]))
         told[first] = said[:nbytes]

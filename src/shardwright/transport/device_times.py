@@ -1,15 +1,11 @@
 """When a device ran collectives and waited for them: events on its streams, read once they have passed.
 
-The host never waits for them. An event is passed after the host has queued it, after the host has last seen
-that it isn't, and before the host sees that it is: so each one that is read says how far the device's clock
-may be from the host's. What was taken for the difference is corrected by no more than that, which also
-corrects a clock that drifts.
+The host never waits for them.
 
     begin   on the stream that launches, after all that the collective reads was made
     end     on a stream of its own, which waits for nothing but the collective
     stall   on the compute stream, before that is made to wait for the collective
 
-An event that has been read is used again, so that there are as many as were ever in flight at once.
 """
 
 import threading
@@ -60,7 +56,7 @@ class DeviceTimes:
         return event, clock.perf_counter()
 
     def end(self, begun: tuple[Any, float] | None, name: str, launch: Launch, works: Iterable[Any]) -> None:
-        """It was launched, by the log of that name. works: what it is to be waited for by."""
+        """The collective was launched, by the log of that name. works: what it is to be waited for by."""
         if begun is not None:
             event = self._free.pop() if self._free else self._made()
             with self._stream:
@@ -70,7 +66,7 @@ class DeviceTimes:
             self._pending.append((DEVICE, name, launch.number, begun[1], begun[0], event))
 
     def stall(self, name: str, launch: Launch) -> None:
-        """The current stream waits for it next."""
+        """The current stream is about to wait for the collective."""
         if len(self._pending) < MOST:
             event = self._free.pop() if self._free else self._made()
             event.record()
@@ -94,7 +90,12 @@ class DeviceTimes:
                 end_s = start_s = base_s + base.elapsed_time(ended) / 1e3
                 if begun is not None:
                     start_s = base_s + base.elapsed_time(begun) / 1e3
+                    # Used again, so that there are only as many as were ever in flight at once.
                     self._free.append(begun)
+                # An event is passed after the host has queued it, after the host has last seen that it isn't,
+                # and before the host sees that it is. So each one says how far the device's clock may be from
+                # the host's, and what was taken for the difference is corrected by no more than that: this
+                # also follows a clock that drifts.
                 early_s = max(queued_s - start_s, self._unpassed_s - end_s)
                 shift_s = early_s if early_s > 0 else min(clock.perf_counter() - end_s, 0.0)
                 start_s, end_s = start_s + shift_s, end_s + shift_s

@@ -59,6 +59,7 @@ class _Line:
             if future.set_running_or_notify_cancel():  # else who asked waits no longer
                 self.busy_since = clock.monotonic()
                 try:
+                    # A clone may be used beside the original, which torch's own threads ask.
                     own = own or store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in the stub
                     # A host that went dark, or a store's process that is stopped, holds this call for 15
                     # minutes, in C++: torch's TCPStore has no time limit where it counts.

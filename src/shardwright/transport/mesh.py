@@ -191,6 +191,7 @@ def _axis_over_all(mesh: DeviceMesh) -> Axis:
     made = process_state.made_here().joined
     if groups not in made:
         ranks = [rank for place in zip(*mesh.mesh.tolist(), strict=True) for rank in place]
+        # torch 2.11 sorts the ranks of a new group, whatever order it is given.
         check_order(ranks)
         backend = "gloo" if kind == "cpu" else dist.get_default_backend_for_device(kind)
         group = new_group(ranks, backend, min(TIMEOUT, timeout_of(groups[0])))
@@ -254,6 +255,7 @@ def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
     assert group is not None
     made, key = process_state.made_here().comms, (group, device_type)
     if key not in made:
+        # What ranks agree on goes between hosts: no rank waits for its device to read a word back.
         host = None if device_type == "cpu" else comm_of(group, "cpu")
         made[key] = _make_comm(dist.get_process_group_ranks(group), device_type, group, host)
     return made[key]

@@ -254,7 +254,7 @@ class _Beginning:
         self._log, self._rank, self._on_break, self._before = log, rank, on_break, log.launched
 
     def __enter__(self) -> None:
-        """Nothing has begun."""
+        """Enter the block; what was launched before it is known already."""
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         log = self._log

@@ -128,16 +128,20 @@ class ProcessGroupComm(Comm):
                 return _NcclReduction(flight, inputs, outputs, owned)
             with self.streams.reducing():
                 inputs, outputs = self._launch_reduction(flight, segments, dtypes)
+        # Reads on the reduce stream aren't known to the allocator of compute: what is dropped before compute
+        # has waited for them would be handed out, and overwritten, at once (rule 4 of streams.py).
         kept = inputs + [segment.flat for segment in segments]
         return _NcclReduction(flight, kept, outputs, owned)
 
     def _launch_reduction(
         self, flight: "_Flight", segments: Sequence[Segment], dtypes: Sequence[torch.dtype]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is read, and the sums."""
+        """Launch it. Returns what is read, and the memory that the sums will be in."""
         inputs = padded(segments, dtypes)
         if self.world == 1:
             return inputs, inputs
+        # Taken on the reduce stream, which alone writes it: in memory of compute it might still be read
+        # there.
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
         begun = None if self.times is None else self.times.begin()
         for members in _by_dtype(inputs).values():
@@ -206,7 +210,7 @@ class _Flight:
         self.works: list[Any] = []
 
     def stall(self) -> None:
-        """The current stream comes to wait for it."""
+        """The current stream is about to wait for the collective."""
         if self.works and self.comm.times is not None:
             self.comm.times.stall(self.comm.log.name, self.launch)
 
@@ -238,6 +242,8 @@ class _NcclGather:
     def wait(self) -> None:
         """Make the current stream wait for it."""
         self._flight.stall()
+        # No collective stands behind parameters that are kept whole, nor behind any in a world of one: for
+        # these the copy-in is all that there is to wait for.
         if self._streams is not None and self._due is not None:
             self._streams.land(self._due)
         self._flight.wait()

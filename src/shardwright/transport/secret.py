@@ -52,7 +52,7 @@ class KeyAgreement:
             meeting.leave("public", f"{pow(2, self._exponent, _PRIME):x}")
 
     def secret(self) -> bytes:
-        """It. Raises: CommError, on all ranks, where one was given another than the first rank."""
+        """The secret. Raises: CommError, on all ranks, where one was given another than the first rank."""
         meeting, at = self._meeting, self._meeting.rank
         own = None
         if meeting.read("secret", [0])[0] != self._mark:

@@ -124,6 +124,8 @@ class MemorySegment:
         """Return when the operation is announced, or after ``seconds``; maybe earlier."""
         place = number % NUM_RECORDS * _RECORD_NBYTES
         seen = self._words[place // 8]
+        # The word as it was seen: where it has changed since, the kernel doesn't sleep, so that no wake is
+        # missed.
         if seen != number:
             sleep_while(self._address + place, seen, seconds)
 
@@ -212,6 +214,7 @@ class Arena:
         if self.log.launched > self._announced:
             launch = self.log.ring[-1]
             launch = self.log.ring[-1] = launch._replace(key=f"interrupted by an exception: {launch.key}")
+            # No bytes were written. Nobody reads any: peers find another key than theirs, and raise.
             self._held[launch.number] = (0, 0)
             self.announce(launch, 0)
 

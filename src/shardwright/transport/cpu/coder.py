@@ -81,6 +81,7 @@ class Coder:
         number, crc = _NO_VERSION, None
         if version is not None:
             number, crc = version.number, version.crc
+        # Where no chunk has changed the last CRC holds: this saves a pass over all numbers.
         if crc is None or any(map(len, chunks)):
             crc = crc32(view)
         head = _PART.pack(number, len(view), crc, words.itemsize, is_float)
@@ -96,6 +97,7 @@ class Coder:
         if before is not None:
             before[:] = words
         whole = words.data.cast("B")
+        # Whole also where both are as long: a receiver tells them apart by their length alone.
         return whole if coded is None or len(coded) >= len(whole) else coded
 
     def _coded(self, words: np.ndarray, before: np.ndarray | None, is_float: bool) -> memoryview:
@@ -139,6 +141,7 @@ class Coder:
                 there, before = words[begin : begin + _CHUNK_NUMEL], _slice(version, begin)
                 self._fill(there, before, message[at : at + length], bool(is_float))
                 at += length
+            # Unchanged numbers needn't be read again: what is kept was compared with this CRC when it came.
             found = None if version is None or any(lengths) else version.crc
             if (crc32(into) if found is None else found) != crc:
                 raise Damaged("what was decoded isn't what was sent, by its CRC-32")
@@ -196,6 +199,7 @@ def _followed(kept: Kept | None, rank: int, number: int, words: np.ndarray) -> V
     if number == _NO_VERSION and kept is not None:
         kept.versions.pop(rank, None)
         return None
+    # The first message is a difference from zeros, so that a resume or another dtype is no special case.
     if number == 0 and kept is not None:
         kept.versions[rank] = Version(np.zeros_like(words))
     version = None if kept is None else kept.versions.get(rank)

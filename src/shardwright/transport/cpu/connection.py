@@ -134,6 +134,8 @@ class Connection:
         sock.setblocking(False)
         with self.endpoint.changed:
             self.socket = sock
+            # It was spread over the connections that were open then, and who connects later waits for it just
+            # so.
             if self.endpoint.failure is not None:
                 self.tell(self.endpoint.failure)
 
@@ -224,6 +226,8 @@ class Connection:
         if self.trouble:
             # A peer that is in another collective learns it from what is sent there; and from nothing else.
             return selectors.EVENT_WRITE if self._may_write else 0
+        # A message without a place stays in the kernel, where TCP slows its sender down. It isn't watched
+        # for: a selector would report it again and again.
         has_place = self._current is not None or self._expected or self.takes_memory
         held = not self._head_views and not has_place
         return (0 if held else selectors.EVENT_READ) | (selectors.EVENT_WRITE if self._may_write else 0)
@@ -255,6 +259,7 @@ class Connection:
                 except BlockingIOError:
                     return
                 skip(first.views, sent)
+                # The kernel's buffer is full, and the next call would only say so.
                 if sent < sum(map(len, views)):
                     return
             with self.endpoint.changed:
@@ -335,6 +340,8 @@ class Connection:
                 self._current.take_code(coded_nbytes)
             if num_runs != NO_RUNS:
                 assert self._current.memory is not None, "runs on a connection that takes no memory"
+                # What the pool gives still has the values of earlier messages, and only runs are received
+                # into it.
                 self._current.memory.zero_()
                 self._current.runs = bytearray(num_runs * RUN.size)
                 self._current.views = deque([memoryview(self._current.runs)] if num_runs else [])
@@ -358,18 +365,19 @@ class Connection:
         return True
 
     def _finish(self) -> None:
-        """The message is there."""
+        """The current message has arrived to its end."""
         arrived, self._current = self._current, None
         assert arrived is not None
         arrived.took_s += clock.perf_counter()
         if arrived.code is None:
             self._complete(arrived)
         else:
+            # Not in the event loop, whose other messages would wait in the kernel until this one is decoded.
             self.endpoint.decoder.do(lambda: self._decode(arrived))
         self._head_views.append(memoryview(self._head))
 
     def _decode(self, arrived: Incoming) -> None:
-        """On the decoder's thread."""
+        """Fill the places of a coded message. Runs on the decoder's thread."""
         assert arrived.code is not None
         try:
             self.endpoint.decoder.coder.decode(view_of(arrived.code), arrived.places, arrived.kept, self.peer)
@@ -390,7 +398,7 @@ class Connection:
                 self.endpoint.changed.notify_all()
 
     def _break(self, trouble: str) -> None:
-        """Nothing more can be sent, either."""
+        """The peer has ended: nothing can be received any more, and nothing sent."""
         self.endpoint.log.ended.add(self.peer)
         with self.endpoint.changed:
             self._out.clear()

@@ -116,6 +116,8 @@ class EventLoop:
             return
         connection.move(events & connection.events)
         wanted, watched = connection.events, connection.socket in self._selector.get_map()
+        # A selector takes no empty set of events, and epoll reports a closed connection whatever it is asked
+        # for: watched for nothing, one would keep this thread busy.
         if not wanted:
             if watched:
                 self._selector.unregister(connection.socket)

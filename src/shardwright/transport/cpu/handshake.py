@@ -79,6 +79,7 @@ class Caller:
 
     def knows(self, secret: bytes, place: Place) -> bool:
         """Whether it has shown the key of who listens at ``place``."""
+        # It takes as long for any key: by its time nobody finds one byte after byte.
         return hmac.compare_digest(self.key, place.key(secret, self.rank, self.kind))
 
     def answer(self) -> bool:
@@ -104,7 +105,7 @@ class Lobby:
         selector.register(listener, selectors.EVENT_READ, self)
 
     def take(self) -> None:
-        """Somebody calls."""
+        """Accept those who call now."""
         for _ in range(_CALLERS):
             try:
                 sock = self._listener.accept()[0]
@@ -170,6 +171,7 @@ def own_hosts() -> list[str]:
         return [socket.gethostname(), "127.0.0.1"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
+            # The kernel's names of interfaces have up to 15 bytes and a zero (IFNAMSIZ).
             asked = struct.pack("256s", names.split(",")[0].encode()[:15])
             return [socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24])]
         except OSError:  # no such interface, or it has no IPv4 address
@@ -205,6 +207,8 @@ def call(
 
 
 def _tuned(sock: socket.socket) -> socket.socket:
+    # Words are small messages, of which Nagle's algorithm would hold one back until the peer has acknowledged
+    # the one before.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished is noticed
     sock.setblocking(False)

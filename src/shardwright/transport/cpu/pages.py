@@ -67,6 +67,7 @@ def keep_freed_pages() -> bool:
     mallopt = getattr(LIBC, "mallopt", None)
     if mallopt is None:
         return False
+    # Both: setting one of them ends glibc's own adjustment of the other.
     return bool(mallopt(_MMAP_THRESHOLD, _MOST_BY_HEAP_NBYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_NBYTES))
 
 

@@ -39,6 +39,7 @@ def open_connections(meeting: Meeting) -> "Peers | str":
     if isinstance(there, str):
         return meeting.refusal("listen", f"{name}: {there}") or ""
     listener, place = there
+    # Before all have come (`refusal`): from then on any rank may read it.
     meeting.leave("place", json.dumps(place))
     refused = meeting.refusal("listen", None)
     if refused is not None:
@@ -136,6 +137,7 @@ class Peers:
         try:
             patience_s = min(endpoint.timeout_s, _PATIENCE_S)
             sock = call(place, self._secret, endpoint.rank, kind, patience_s, endpoint.timeout_s)
+        # A rank listens as long as its transport lives, so nobody there means that it has ended.
         except ConnectionRefusedError:
             endpoint.log.ended.add(peer)
             connection.fail(

@@ -50,6 +50,7 @@ def _create() -> Host | str:
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         return "it takes Linux"
     try:
+        # Tried, not only looked up: a sandbox may refuse a system call that Python has a function for.
         os.close(os.pidfd_open(os.getpid()))
         fd = _memory_file(RESERVED_NBYTES)
     except OSError as error:  # an old kernel, a limit on file sizes
@@ -271,6 +272,7 @@ class _ShmReduction(_Reads):
             self._sums = self._summed()
         for peer in self._unread:
             self._done(peer)
+        # The whole gradients may be freed from here on: who waits later needs the sums alone.
         self._segments = ()
 
     def wait(self) -> list[torch.Tensor]:

@@ -258,6 +258,7 @@ class _SocketReduction:
         start = clock.perf_counter()
         self._transfer.wait_received()
         self._comm.spent(start)
+        # Before the sends are waited for, which go on while this thread sums.
         sums: dict[int, torch.Tensor] = {}
         begin = 0
         for segment, dtype, index in self._inputs:
@@ -294,6 +295,7 @@ def filled_runs(part: torch.Tensor) -> list[tuple[int, int]] | None:
         return None
     whole = part.nbytes // BLOCK_NBYTES
     begin = part.storage_offset() * part.element_size()
+    # A tensor can be viewed in words only where it begins at a multiple of their size in its storage.
     word = next(dtype for nbytes, dtype in _WORDS if begin % nbytes == 0)
     flat = part.view(torch.uint8)
     blocks = flat[: whole * BLOCK_NBYTES].view(word).view(whole, -1)
