@@ -34,6 +34,7 @@ _REMEDY = (
 
 def guard(mesh: DeviceMesh) -> None:
     """From now on, what is sharded over this mesh is guarded."""
+    # With the first mesh: a process that shards nothing pickles its DTensors as torch does.
     if not _meshes:
         copyreg.pickle(DTensor, _reduced)  # type: ignore[arg-type]
         ForkingPickler.register(DTensor, _as_torch)  # through a queue it stays on this rank
@@ -71,6 +72,7 @@ def _reduced(tensor: DTensor) -> Any:
         spec.mesh.size(axis) > 1 and not placement.is_replicate()
         for axis, placement in enumerate(spec.placements)
     )
+    # `copy.copy` comes here too (it looks into `copyreg`), and what it makes stays on this rank.
     allowed = _allowed.get() or hasattr(tensor, _PER_RANK) or sys._getframe(1).f_code is copy.copy.__code__
     if cuts and hash(spec.mesh) in _meshes and not allowed:
         raise InputError(

@@ -1,10 +1,7 @@
 """The unsharded faces of a group's parameters: the memory that they lie in, where each lies there, what
 modules show, and what was written into them.
 
-The memory is one storage, freed and regrown in place. Autograd saves tensors that view this storage. So it
-must be the same storage object for the life of the group: swapping the parameter's data between pooled
-buffers would let the backward of one layer read the weights of another. ``resize_(0)`` really frees the
-memory, and every saved view reads the regrown one.
+The memory is one storage, freed and regrown in place.
 """
 
 from collections.abc import Container, Sequence
@@ -37,7 +34,11 @@ class Buffer:
         self.allocated_nbytes = 0
         self.wire = wire
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # The same storage object for the life of the group, since autograd saves tensors that view it: with a
+        # parameter's data swapped between pooled buffers the backward of one layer would read the weights of
+        # another, without an error.
         self._storage = torch.UntypedStorage(0, device=device)
+        # malloc would give this much back to the kernel at each free, and fault it in again at each alloc.
         if self._storage.device.type == "cpu" and nbytes >= HUGE_PAGE_NBYTES:
             keep_freed_pages()
 
@@ -54,6 +55,7 @@ class Buffer:
 
     def free(self) -> None:
         """Give the memory back; tensors over it may not be read until it is taken and filled again."""
+        # This really frees the memory, and every view that autograd has saved reads the regrown one.
         self._storage.resize_(0)
         self.allocated_nbytes = 0
         if self.wire is not None:
@@ -369,6 +371,8 @@ class FaceVersions:
         for face, shard in zip(faces, shards, strict=True):
             version, counted = known.get(id(face), (version_of(face), shard))
             version = version_of(face) if self.is_whole else version
+            # An optimizer or a load has written the shards: what a forward saved before is gone, as it would
+            # be after an in-place change of a plain parameter, and its backward raises as there.
             versions.append(version if shard == counted else version + 1)
         self._faces, self._shards = faces, shards
         self._set(versions)
@@ -385,9 +389,11 @@ class FaceVersions:
         self._set(list(map(version_of, self._faces)))
 
     def hide(self) -> None:
-        """The memory is given back."""
+        """Called when the memory is given back: until it is filled again no saved tensor may be read."""
         if self.is_whole:
             versions = list(map(version_of, self._faces))  # also those of edits that were dropped
+            # One more than any forward can have saved: a backward that came to read this memory would raise
+            # autograd's error of a tensor that was changed in place, and not read what isn't there.
             self._set([version + 1 for version in versions])
             self._versions, self.is_whole = tuple(versions), False
 

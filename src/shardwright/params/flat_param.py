@@ -119,6 +119,7 @@ class FlatParam(ShardedParam):
         """See ``ShardedParam.entries``. Copies, under every name of each member."""
         prefix = key.removesuffix(self.sites[0].name)
         for member, part in zip(self.members, self.parts_of(whole), strict=True):
+            # A view would keep the memory of all members for as long as one of them lives.
             own = part.clone()
             for name in member.names:
                 yield prefix + name, own

@@ -41,6 +41,7 @@ class PlainLoads:
     def before(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """A hook of ``register_load_state_dict_pre_hook``."""
         self._at_rest()
+        # A load that raised has called no hook after it, and its hooks on inner modules are still there.
         if module in self._now:
             self._now[module].drop()
         self._now[module] = PlainEntries(module, prefix)

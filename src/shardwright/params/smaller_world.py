@@ -32,6 +32,7 @@ class SmallerWorld:
         """Keep this rank's smaller-world shards of the buffer, which is filled. ``versions``: of what."""
         self._versions = versions
         spans = self._parts(self._segments(ShardedParam.gather_segment))
+        # Copies, since the buffer that the spans lie in is freed next.
         self._shards = [torch.empty_like(span) for span in spans]
         copy_together(self._shards, spans)
         self.held_nbytes = sum([shard.nbytes for shard in self._shards])

@@ -149,6 +149,8 @@ class ExtendedParam(ShardedParam):
         post = getattr(self.local, POST)
         outputs = tuple(self._wire.outputs)
         if self._made:
+            # The storages that autograd's saved tensors view, as of a plain parameter's buffer: regrown in
+            # place before they are filled again.
             for storage, nbytes in self._inner:
                 storage.resize_(nbytes)
             post(outputs, self._metadata, dtype, out=self.unsharded)
@@ -196,6 +198,7 @@ class ExtendedParam(ShardedParam):
     def _call_pre(self, policy: MixedPrecisionPolicy) -> tuple[Any, Any]:
         local = self.local.to(self.axis.device, non_blocking=True) if self.split.on_host else self.local
         pre, mesh = getattr(local, PRE), _shard_mesh(self.axis)
+        # torch's fully_shard takes both: the mesh alone is the older signature.
         takes = inspect.signature(pre)
         if len(takes.parameters) == 1:
             return pre(mesh)
