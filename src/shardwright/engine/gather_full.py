@@ -70,6 +70,7 @@ def _wholes(
             yield _whole(value, param, dst)
             continue
         size = param.layout.numel * param.local.element_size()
+        # A host collects tensor by tensor, and a batch would only hold several whole ones at once.
         room = 0 if param.axis.comm.streams is None else WINDOW_NBYTES
         if batch and (param.axis.comm is not batch[0].axis.comm or nbytes + size > room):
             yield from _gathered(batch, dst)
@@ -91,6 +92,7 @@ def _gathered(batch: list[ShardedParam], dst: int) -> Iterator[torch.Tensor | No
     flats = axis.comm.gather_many(shards, [layout.spans for layout in layouts], dst)
     if flats is not None:
         found = [f.as_strided(each.shape, each.strides) for f, each in zip(flats, layouts, strict=True)]
+    # This stands still while the caller works with a tensor, and must not hold the others for so long.
     del shards, flats
     while found:
         yield found.pop(0)

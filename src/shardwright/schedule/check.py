@@ -20,6 +20,7 @@ def check(schedule: Schedule) -> None:
     """
     for start in (Phase.EVALUATION, Phase.FORWARD):
         entries = list(schedule.phases.get(start, ()))
+        # A backward finds what its forward has left unsharded, an evaluation nothing.
         if start is Phase.FORWARD:
             entries += schedule.phases.get(Phase.BACKWARD, ())
         state = _State()

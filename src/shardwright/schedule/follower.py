@@ -115,12 +115,15 @@ class Follower(Following):
             self.cursors += (Cursor(phase, entry, mode),)
         elif inner:
             asks = mode is Mode.AGREED
+            # No schedule has a phase inside of another: the rest of the outer one is launched, and from then
+            # on what both need is asked for.
             if asks and self.cursors[-1].mode is Mode.AGREED and not self.cursors[-1].asking:
                 self._deviate()
             self.cursors += (Cursor(phase, entry, mode, inner=True, asking=asks),)
         elif mode is Mode.AGREED:
             self._agenda = (Meet(BEGIN_OF[phase], entry),)
         else:
+            # Nobody is asked here, so any group may have gradients.
             self.groups.set(smaller=local.smaller, used_by_some=-1)
             self._enter(phase, entry)
         return self._run()
@@ -157,6 +160,8 @@ class Follower(Following):
         """
         self._leave_exact()
         cursor = self.cursors[-1]
+        # In a backward ranks have met already (`_end_backward`), and an inner phase ends with the outer one.
+        # After a failure nobody is waited for, since the others may be gone.
         if failed or (cursor.mode is Mode.AGREED and (cursor.inner or cursor.phase is Phase.BACKWARD)):
             self.cursors = self.cursors[:-1]
             return Step(())
@@ -248,9 +253,13 @@ class Follower(Following):
                 if cursor.mode is Mode.LOCAL:
                     self.groups.gather((group,))
                 else:
+                    # All ranks launch the smallest code first. A reduction's is the number of its group
+                    # alone, so that gathers come after all reductions.
                     self._ask(1 << 32 | group)
         elif event.kind is EventKind.GRADS_READY:
             self._agenda += (Inspect(group),)
+        # What is live, and so on all ranks the same, is resharded by agreed actions; the rest is this rank's
+        # alone.
         elif not found and not states.live >> group & 1 and not spec.keeps(cursor.phase):
             self._reshard(group)
 
@@ -259,8 +268,11 @@ class Follower(Following):
     def _synchronized(self, point: SyncPoint, entry: int, result: ConsensusResult) -> None:
         points = result.points
         others = SyncPoint.BACKWARD | SyncPoint.BACKWARD_END | SyncPoint.FORWARD_END
+        # This rank needs nothing more: it says so until none does, hears the orders of those that left their
+        # schedule, and comes to this point again (the last entry is the first to be done).
         if SyncPoint.DEVIATES in points:
             self._agenda += (Meet(point, entry), Broadcast(None), AllReduceMin(DONE))
+        # Between two steps a rank can take part in another one's evaluation, inside of a step it can't.
         elif points != point and (SyncPoint.EVALUATION not in points or points & others):
             self._agenda += (Diverge(point, entry, self.recorded.digest),)
         elif points != point and point is not SyncPoint.EVALUATION:  # participate in it
@@ -272,6 +284,7 @@ class Follower(Following):
         elif point is SyncPoint.FORWARD_END:
             self._leave()
         elif point is SyncPoint.BACKWARD_END:
+            # By the masks of all ranks: so all of them forget a group in the same backward.
             self.recorded.note_used(self.groups.states.used_by_some)
             self._settle(result.grad_mask)
 
@@ -341,6 +354,7 @@ class Follower(Following):
             self.cursors = self.cursors[:-1]
         else:
             self._leave()
+        # Alone a rank needs no order that also serves others: the one that it went is planned next.
         if cursor.mode is Mode.LOCAL and not cursor.inner and cursor.order != cursor.plan.events:
             self._agenda += (Describe(RecordedOrder(cursor.entry, cursor.phase, cursor.order)),)
 

@@ -60,6 +60,7 @@ class Cursor(NamedTuple):
     def find(self, event: Event) -> int | None:
         """Where ``event`` is, at the cursor or ahead. The end of a module is only looked for among ends: it
         needs no collective, so nothing is passed for it that may still be needed."""
+        # Alone nothing is passed, since nobody needs what would be launched for it.
         until = None if self.mode is Mode.AGREED else self.place + 1
         for place, entry in enumerate(self.plan.entries[self.place : until], self.place):
             if entry.event == event:
@@ -168,6 +169,8 @@ class Groups:
         """
         while max_reductions is not None and len(self.states.in_flight) >= max_reductions:
             self.wait_reduce(self.states.in_flight[0])
+        # A group has one reduction in flight at most: the sums of the next one are added to those of this
+        # one.
         if groups:
             self.wait_reduce(groups)
             self.do(ActionKind.REDUCE, groups)
@@ -239,6 +242,8 @@ class Following:
         as_planned = states.live == plan.live and not (
             states.smaller or states.kept or states.held_back or states.in_flight
         )
+        # Planned actions are taken unseen only from the very state that the plan supposes. Else they would
+        # gather a group twice, or reduce one that no rank has gradients of.
         if as_planned and not plan.reduced & ~states.used_by_some:
             self._exact, self._place = plan.steps, 0
 

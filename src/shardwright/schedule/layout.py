@@ -164,6 +164,7 @@ class ParamLayout:
         step = 1
         for dim in reversed(order):
             strides[dim] = step
+            # A dim of no elements counts as one, as in torch's contiguous strides.
             step *= max(self.shape[dim], 1)
         return tuple(strides)
 

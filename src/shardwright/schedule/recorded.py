@@ -104,6 +104,7 @@ class RecordedSchedules:
             }
             for entry, orders in self._orders.items()
         }
+        # Who is gone stays idle: without this question each backward from here on would plan anew.
         if every != self._orders:
             self._orders = every
             self.replan(self.policy, self.specs)
@@ -112,7 +113,9 @@ class RecordedSchedules:
         """Plan every order anew, by the policy and what is known of the groups now."""
         self.policy, self.specs = policy, specs
         self._schedules = {
-            entry: plan(orders, policy, specs.__getitem__) for entry, orders in sorted(self._orders.items())
+            # Sorted, so that the digest doesn't depend on the order in which a rank came to know them.
+            entry: plan(orders, policy, specs.__getitem__)
+            for entry, orders in sorted(self._orders.items())
         }
         self._planned = {
             (entry, phase): _planned(schedule, phase)
@@ -124,6 +127,7 @@ class RecordedSchedules:
             str(len(specs)),
             *(f"{e}\n{schedule}" for e, schedule in self._schedules.items()),
         ]
+        # It travels as an int64, whose highest bit is the sign.
         self.digest = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:8], "big") >> 1
 
 
@@ -139,6 +143,7 @@ def _planned(schedule: Schedule, phase: Phase) -> PlannedPhase:
     for action in (action for entry in entries for action in entry.actions):
         if action.kind in (ActionKind.HOLD, ActionKind.REDUCE):
             reduced |= bits(action.groups)
+    # At the end of a step ranks ask each other, so that no answer to it can be made beforehand.
     until = entries[:-1] if entries and entries[-1].event.kind is EventKind.STEP_END else entries
     steps = tuple(Step(entry.actions, None, (entry,)) for entry in until)
     return PlannedPhase(entries, live, reduced, steps, tuple(entry.event for entry in entries))

@@ -79,12 +79,15 @@ class Scheduler:
     def _begin(self, phase: Phase, event: Event, ahead: Iterable[int], actions: list[Action]) -> None:
         group = event.group
         needed = self.spec_of(group).reads(event.kind)
+        # First, since a transport runs collectives in the order of their launches: what is gathered ahead
+        # must not delay what is needed now.
         if needed and group not in self.live:
             self._issued += 1
             self.live[group] = self._issued
             actions.append(Action(ActionKind.UNSHARD, (group,)))
         if self._prefetches_at_begin(phase, event.kind):
             self._prefetch(phase, group, ahead, actions)
+        # Last: what is gathered ahead is launched before anything waits for this group.
         if needed and group not in self.waited:
             self.waited.add(group)
             actions.append(Action(ActionKind.WAIT, (group,)))
@@ -97,6 +100,8 @@ class Scheduler:
         if self.unstepped:
             actions.append(Action(ActionKind.STEP, tuple(self.unstepped)))
             self.unstepped.clear()
+        # Groups whose end no event has told: of conditional code, or of modules whose inputs ask for no
+        # gradient.
         for live in tuple(self.live):
             self._reshard(Phase.BACKWARD, live, actions)
 
@@ -173,6 +178,7 @@ class Scheduler:
         if listed is not None:
             self._gather_ahead(listed, group, len(listed), actions)
         elif phase is Phase.BACKWARD:
+            # Not those whose backward reads no weight, as a lookup's: they would be gathered for nothing.
             needed = (following for following in ahead if self.spec_of(following).unshard_in_backward)
             self._gather_ahead(needed, group, self.policy.depth, actions)
         else:
@@ -191,6 +197,8 @@ class Scheduler:
                 continue
             seen.add(group)
             if group in self.live:
+                # By collectives, of which those that small groups share count once. What came with the
+                # current group's own isn't ahead of it.
                 ahead |= {self.live[group]} - {self.live.get(current)}
                 if len(ahead) + len(batches) > depth:
                     break
@@ -233,6 +241,7 @@ def plan(
     """
     spec_of = functools.cache(spec_of)
     step = Scheduler(policy, spec_of, kept_for_backward(orders, policy, spec_of))
+    # No backward follows an evaluation: it begins with nothing gathered, and nothing is kept for one.
     schedulers = {Phase.FORWARD: step, Phase.BACKWARD: step, Phase.EVALUATION: Scheduler(policy, spec_of)}
     return Schedule(
         {

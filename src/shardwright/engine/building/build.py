@@ -422,6 +422,7 @@ def _warn_of_references(modules: Sequence[nn.Module], names: Mapping[nn.Paramete
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
+    # By the storage itself: the address of tensors on the meta device, and of empty ones, is always 0.
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
@@ -448,5 +449,6 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
+    # The cell of a name that a function refers to and that isn't assigned yet.
     except ValueError:
         return False

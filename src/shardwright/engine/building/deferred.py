@@ -4,10 +4,11 @@ beside it.
 What no inner call of ``fully_shard`` has taken is the outermost module's: mostly an embedding, which a
 forward reads first, and a head, which it reads last. In one group both would be gathered before anything is
 computed, and reduced when the last gradient is there. The first block's all-gather begins a step, and its
-reduce-scatter ends one: in two groups, one half hides behind the other half's computation. Of both the second
-group's forward begins where one of its parameters is first read: from then on its place in the step is
-recorded as any other group's. So does that of the outermost module's only group, where all of it is read last
-(the embedding is a group by itself).
+reduce-scatter ends one: in two groups, one half hides behind the other half's computation.
+
+The forward of the second group of such a pair begins when one of its parameters is first read, and its place
+in the step is recorded from then on, as that of any group. The same holds for the only group of the outermost
+module, if all of it is read last (the embedding is a group by itself).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -61,13 +62,13 @@ class Reads(dict[str, nn.Parameter | None]):
         return super().__getitem__(name)
 
     def values(self) -> Any:
-        """As of a dict."""
+        """See ``dict.values``; all parameters are read so."""
         if self.on_read is not None:
             self.on_read()
         return super().values()
 
     def items(self) -> Any:
-        """As of a dict."""
+        """See ``dict.items``; all parameters are read so."""
         if self.on_read is not None:
             self.on_read()
         return super().items()
@@ -111,7 +112,7 @@ class Deferred:
             reads.on_read = first
 
     def stop(self) -> None:
-        """Tell no more."""
+        """Don't call ``on_read`` any more."""
         for reads in self._reads:
             reads.on_read = None
 

@@ -32,6 +32,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _check_settled(optimizer, params)
         _before_writes(groups, params)
     known = registry.known.setdefault(optimizer, KnownOptimizer())
+    # Once, and again where `add_param_group` has given it more.
     if known.num_params != len(params):
         _check(optimizer, params)
         known.num_params = len(params)
@@ -245,6 +246,7 @@ def step_whole(optimizer: Optimizer) -> list[tuple[Any, Any]]:
             alone.state[whole] = optimizer.state[param]
             alone.step()
             optimizer.state[param] = alone.state[whole]
+            # Every rank has the whole parameter, so that nothing has to be sent (no `src_data_rank`).
             parts = distribute_tensor(whole.detach(), param.device_mesh, param.placements, src_data_rank=None)
             param.to_local().copy_(parts.to_local())
             hidden.append((param, param.grad))
