@@ -28,8 +28,8 @@ ROWS: dict[str, Callable[..., Any]] = {}
 
 
 def rows_of_page() -> list[str]:
-    """The first cell of each row whose second one begins with "same"."""
-    rows = re.findall(r"^\| (.+?) \| same\b", PAGE.read_text(), flags=re.MULTILINE)
+    """The first cell of each row whose second one begins with "same", or with "without effect"."""
+    rows = re.findall(r"^\| (.+?) \| (?:same|without effect)\b", PAGE.read_text(), flags=re.MULTILINE)
     return [row for row in rows if row != "argument"]
 
 
@@ -51,10 +51,13 @@ def built(seed: int = 7) -> nn.Module:
     return model
 
 
+ORIGINAL = {"device_id": torch.device("cpu"), "use_orig_params": True}
+
+
 def wrapped(lib: Any, model: nn.Module | None = None, **options: Any) -> Any:
     policy = options.pop("auto_wrap_policy", lib.ModuleWrapPolicy({Block}))
     model = built() if model is None else model
-    return lib.FSDP(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+    return lib.FSDP(model, auto_wrap_policy=policy, **ORIGINAL | options)
 
 
 def whole(lib: Any, model: Any) -> dict[str, torch.Tensor]:
@@ -62,8 +65,13 @@ def whole(lib: Any, model: Any) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def momentum(model: Any) -> torch.optim.Optimizer:
+    """One buffer of state: of two, torch 2.13 over Gloo gathers the second in the place of the first."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 def trained(lib: Any, model: Any, rank: int, world: int, steps: int = 2) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = momentum(model)
     losses = []
     for step in range(steps):
         losses.append(loss_of(model, batches(step, world)[rank]))
@@ -82,7 +90,7 @@ def _(lib, rank, world):
     nn.init.constant_(layer.weight, 0.5)
     nn.init.zeros_(layer.bias)
     layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 3
-    return lib.FSDP(layer, device_id=torch.device("cpu"), use_orig_params=True)(torch.ones(2, 4)).detach()
+    return lib.FSDP(layer, **ORIGINAL)(torch.ones(2, 4)).detach()
 
 
 @row("`process_group`")
@@ -90,7 +98,7 @@ def _(lib, rank, world):
     alone = dist.new_group([rank], use_local_synchronization=True)
     found = []
     for group in (dist.new_group([0, 1]), alone):
-        model = wrapped(lib, process_group=group, use_orig_params=True)
+        model = wrapped(lib, process_group=group)
         found.append(trained(lib, model, rank, world))
     return found
 
@@ -101,7 +109,7 @@ def _(lib, rank, world):
     found = []
     for strategy in lib.ShardingStrategy:
         hybrid = {"device_mesh": mesh} if "HYBRID" in strategy.name else {}
-        model = wrapped(lib, sharding_strategy=strategy, use_orig_params=True, **hybrid)
+        model = wrapped(lib, sharding_strategy=strategy, **hybrid)
         found.append(trained(lib, model, rank, world))
     return found
 
@@ -110,7 +118,7 @@ def _(lib, rank, world):
 def _(lib, rank, world):
     # Without an accelerator torch's wrapper can't train so; one that isn't offloaded has the same numbers.
     offload = lib.CPUOffload(offload_params=lib is not TORCH)
-    model = wrapped(lib, cpu_offload=offload, use_orig_params=True)
+    model = wrapped(lib, cpu_offload=offload)
     return trained(lib, model, rank, world), {str(param.device) for param in model.parameters()}
 
 
@@ -127,7 +135,7 @@ def _(lib, rank, world):
     found = []
     for policy in policies:
         # Containers, which torch wraps in a wrapper that never runs, belong to their parent's here.
-        model = wrapped(lib, auto_wrap_policy=policy, use_orig_params=True)
+        model = wrapped(lib, auto_wrap_policy=policy)
         paths = [path for path, each in model.named_modules() if isinstance(each, lib.FSDP)]
         names = [path.replace("_fsdp_wrapped_module.", "") for path in paths]
         found.append([name for name in names if name != "blocks"])
@@ -136,22 +144,21 @@ def _(lib, rank, world):
 
 @row("`backward_prefetch`")
 def _(lib, rank, world):
-    values = (*lib.BackwardPrefetch, None)
-    return [
-        trained(lib, wrapped(lib, backward_prefetch=value, use_orig_params=True), rank, world)
-        for value in values
-    ]
+    models = [wrapped(lib, backward_prefetch=value) for value in (*lib.BackwardPrefetch, None)]
+    return [trained(lib, model, rank, world) for model in models]
 
 
 @row("`mixed_precision`")
 def _(lib, rank, world):
     seen: list[Any] = []
     precision = lib.MixedPrecision(torch.bfloat16, torch.float32, torch.float16)
-    model = wrapped(lib, mixed_precision=precision, use_orig_params=True)
+    model = wrapped(lib, mixed_precision=precision)
     inner = next(each for each in model.modules() if isinstance(each, Block))
-    inner.register_forward_pre_hook(
-        lambda each, args: seen.append((args[0].dtype, each.up.weight.dtype, each.shift.dtype))
-    )
+
+    def look(each, args):
+        seen.append((args[0].dtype, each.up.weight.dtype, each.shift.dtype))
+
+    inner.register_forward_pre_hook(look)
     loss_of(model, batches(0, world)[rank]).backward()
     grads = {param.grad.dtype for param in model.parameters() if param.grad is not None}
     return seen, grads, {name: value.dtype for name, value in whole(lib, model).items()}
@@ -168,7 +175,7 @@ def _(lib, rank, world):
         plain = built()
         ignored = list(plain.blocks[0].parameters())
         policy = lib.ModuleWrapPolicy({nn.Embedding})
-        model = wrapped(lib, plain, use_orig_params=True, auto_wrap_policy=policy, **choose(plain))
+        model = wrapped(lib, plain, auto_wrap_policy=policy, **choose(plain))
         loss_of(model, batches(0, world)[rank]).backward()
         found.append([(type(param) is nn.Parameter, param.grad.clone()) for param in ignored])
         found.append(whole(lib, model))
@@ -184,22 +191,20 @@ def _(lib, rank, world):
 
     with torch.device("meta"):
         model = built()
-    return whole(lib, wrapped(lib, model, param_init_fn=init, use_orig_params=True))
+    return whole(lib, wrapped(lib, model, param_init_fn=init))
 
 
 @row("`sync_module_states`")
 def _(lib, rank, world):
     if lib is TORCH:  # which refuses it on the CPU: rank 0's
         return built(7).state_dict()
-    return whole(lib, wrapped(lib, built(7 + rank), sync_module_states=True))
+    return whole(lib, wrapped(lib, built(7 + rank), sync_module_states=True, use_orig_params=False))
 
 
 @row("`limit_all_gathers`")
 def _(lib, rank, world):
-    return [
-        trained(lib, wrapped(lib, limit_all_gathers=value, use_orig_params=True), rank, world)
-        for value in (False, True)
-    ]
+    models = [wrapped(lib, limit_all_gathers=value) for value in (False, True)]
+    return [trained(lib, model, rank, world) for model in models]
 
 
 @row("`use_orig_params=False`")
@@ -211,7 +216,7 @@ def _(lib, rank, world):
 @row("`device_mesh`")
 def _(lib, rank, world):
     mesh = init_device_mesh("cpu", (world,))
-    return trained(lib, wrapped(lib, device_mesh=mesh, use_orig_params=True), rank, world)
+    return trained(lib, wrapped(lib, device_mesh=mesh), rank, world)
 
 
 # ---- methods
@@ -221,9 +226,8 @@ def _(lib, rank, world):
 def _(lib, rank, world):
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     layers.note = 5
-    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
-    layers[1] = lib.FSDP(layers[1], **options)
-    model = lib.FSDP(layers, **options)
+    layers[1] = lib.FSDP(layers[1], **ORIGINAL)
+    model = lib.FSDP(layers, **ORIGINAL)
     seen: list[str] = []
 
     def fill(module):
@@ -258,13 +262,13 @@ def _(lib, rank, world):
 
     before = built()
     apply_activation_checkpointing(before, check_fn=lambda each: isinstance(each, nn.Linear))
-    after = wrapped(lib, use_orig_params=True)
+    after = wrapped(lib)
     apply_activation_checkpointing(after, check_fn=is_block)
-    compiled = torch.compile(wrapped(lib, use_orig_params=True), backend="eager")
-    models = (wrapped(lib, before, use_orig_params=True), after, compiled)
+    compiled = torch.compile(wrapped(lib), backend="eager")
+    models = (wrapped(lib, before), after, compiled)
     found = [trained(lib, model, rank, world) for model in models]
     model = models[0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = momentum(model)
     loss_of(model, batches(0, world)[rank]).backward()
     optimizer.step()
     return found, lib.FSDP.optim_state_dict(model, optimizer)["state"]
@@ -272,7 +276,7 @@ def _(lib, rank, world):
 
 @row("`no_sync`")
 def _(lib, rank, world):
-    model = wrapped(lib, use_orig_params=True)
+    model = wrapped(lib)
     with model.no_sync():
         loss_of(model, batches(5, world)[rank]).backward()
     return trained(lib, model, rank, world)
@@ -280,7 +284,7 @@ def _(lib, rank, world):
 
 @row("`summon_full_params`")
 def _(lib, rank, world):
-    model = wrapped(lib, use_orig_params=True)
+    model = wrapped(lib)
     loss_of(model, batches(0, world)[rank]).backward()
     found: list[Any] = []
     with lib.FSDP.summon_full_params(model, with_grads=True):
@@ -300,7 +304,7 @@ def _(lib, rank, world):
 
 @row("`state_dict_type`, `set_state_dict_type`, `get_state_dict_type`")
 def _(lib, rank, world):
-    model = wrapped(lib, use_orig_params=True)
+    model = wrapped(lib)
     found: list[Any] = []
 
     def note(settings):
@@ -314,11 +318,20 @@ def _(lib, rank, world):
         note(lib.FSDP.get_state_dict_type(model))
     note(lib.FSDP.get_state_dict_type(model))
     mesh = init_device_mesh("cpu", (world,))
-    sharded = wrapped(lib, use_orig_params=True, device_mesh=mesh)
+    sharded = wrapped(lib, device_mesh=mesh)
     lib.FSDP.set_state_dict_type(sharded, lib.StateDictType.SHARDED_STATE_DICT)
     state = sharded.state_dict()
     found.append({name: type(value).__name__ for name, value in state.items()})
     return found, {name: full(value) for name, value in state.items()}
+
+
+def stepped(lib: Any, rank: int, world: int, seed: int = 7, **options: Any) -> Any:
+    model = wrapped(lib, built(seed), **options)
+    optimizer = momentum(model)
+    loss_of(model, batches(0, world)[rank]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
 
 
 @row("`torch.distributed.checkpoint.state_dict`")
@@ -326,13 +339,10 @@ def _(lib, rank, world):
     mesh = init_device_mesh("cpu", (world,))
     found: list[Any] = []
     for flat in (False, True):
-        model, other = (
-            wrapped(lib, built(seed), use_orig_params=not flat, device_mesh=mesh) for seed in (7, 8)
-        )
-        optimizer, fresh = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
-        loss_of(model, batches(0, world)[rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        setup = {"use_orig_params": not flat, "device_mesh": mesh}
+        model, optimizer = stepped(lib, rank, world, 7, **setup)
+        other = wrapped(lib, built(8), **setup)
+        fresh = momentum(other)
         for options in (None, StateDictOptions(full_state_dict=True), StateDictOptions(cpu_offload=True)):
             state, entries = get_state_dict(model, optimizer, options=options)
             found.append({name: type(value).__name__ for name, value in state.items()})
@@ -342,15 +352,6 @@ def _(lib, rank, world):
             found.append({name: full(value) for name, value in state.items()})
             found.append({name: full(each["momentum_buffer"]) for name, each in entries["state"].items()})
     return found
-
-
-def stepped(lib: Any, rank: int, world: int, seed: int = 7) -> Any:
-    """One buffer of state: of two, torch 2.13 over Gloo gathers the second in the place of the first."""
-    model = wrapped(lib, built(seed), use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loss_of(model, batches(0, world)[rank]).backward()
-    optimizer.step()
-    return model, optimizer
 
 
 @row("`optim_state_dict`, `optim_state_dict_to_load`")
@@ -381,19 +382,13 @@ def _(lib, rank, world):
     found = [bool(lib.FSDP.full_optim_state_dict(model, optimizer))]
     state = lib.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     plain = built()
-    numbered = lib.FSDP.rekey_optim_state_dict(
-        state,
-        lib.OptimStateKeyType.PARAM_ID,
-        plain,
-        optim=torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9),
-    )
-    alone = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    keys, rekey = lib.OptimStateKeyType, lib.FSDP.rekey_optim_state_dict
+    numbered = rekey(state, keys.PARAM_ID, plain, optim=momentum(plain))
+    alone = momentum(plain)
     alone.load_state_dict(numbered)
     found.append(numbered["state"])
     found.append([alone.state[param]["momentum_buffer"] for param in plain.parameters()])
-    named = lib.FSDP.rekey_optim_state_dict(
-        alone.state_dict(), lib.OptimStateKeyType.PARAM_NAME, plain, optim=alone
-    )
+    named = rekey(alone.state_dict(), keys.PARAM_NAME, plain, optim=alone)
     other, fresh = stepped(lib, rank, world, 8)
     fresh.load_state_dict(lib.FSDP.shard_full_optim_state_dict(named, other, optim=fresh))
     found.append(lib.FSDP.full_optim_state_dict(other, fresh, rank0_only=False)["state"])
