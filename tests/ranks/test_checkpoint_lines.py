@@ -22,7 +22,7 @@ from shardwright.checkpoint.storage import LocalStorage
 from shardwright.errors import CheckpointError, UnreadError
 from tests.ranks.models import filled
 from tests.ranks.pool import run_ranks
-from tests.ranks.test_checkpoint_faults import load_module, save_steps
+from tests.ranks.test_checkpoint_faults import load_module, save_steps, truncate
 from tests.ranks.test_checkpoint_random import disk_of
 
 
@@ -44,6 +44,13 @@ def save_all(
     return model
 
 
+def gone_back(path: Path) -> nn.Module:
+    """The model of a run that has loaded its step 100 again, after two more."""
+    model = save_all(path, [100, 200, 300])
+    load(path / "step-000100", model=model)
+    return model
+
+
 def names(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir() if "step" in p.name or "torn" in p.name)
 
@@ -60,9 +67,8 @@ def as_a_link(folder: Path) -> Callable[[], None]:
 
 def with_a_mount_in_it(folder: Path) -> Callable[[], None]:
     (folder / "mounted").mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "none", str(folder / "mounted")], capture_output=True
-    ).returncode:
+    mount = ["mount", "-t", "tmpfs", "none", str(folder / "mounted")]
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     device = os.stat(folder / "mounted").st_dev
 
@@ -82,7 +88,7 @@ def immutable(folder: Path) -> Callable[[], None]:
 
 @pytest.mark.parametrize("made", [as_a_link, with_a_mount_in_it, immutable], ids=lambda made: made.__name__)
 @pytest.mark.each_case
-def test_what_cant_be_removed_stays_and_every_later_save_succeeds(tmp_path: Path, made) -> None:
+def test_what_cant_be_removed_stays_and_every_later_save_succeeds(tmp_path, made):
     runs = tmp_path / "runs"
     model = save_all(runs, [1, 2])
     undo = made(runs / "step-000001")
@@ -102,27 +108,24 @@ def test_what_cant_be_removed_stays_and_every_later_save_succeeds(tmp_path: Path
         undo()
 
 
-def test_a_folder_of_another_program_with_the_name_of_a_step_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_another_program_with_the_name_of_a_step_is_left_alone(tmp_path):
     (tmp_path / "step-000001").mkdir()
     (tmp_path / "step-000001" / "model.pt").write_text("somebody's")
     save_all(tmp_path, [2, 3, 4], keep=1)
     assert names(tmp_path) == ["step-000001", "step-000004"]
 
 
-def test_incomplete_ones_arent_counted_and_go_with_the_older_ones(tmp_path: Path) -> None:
+def test_incomplete_ones_arent_counted_and_go_with_the_older_ones(tmp_path):
     model = save_all(tmp_path, [1, 2, 3, 4])
     for step in (2, 4):
-        file = next((tmp_path / f"step-00000{step}").glob("*.safetensors"))
-        os.truncate(file, file.stat().st_size - 1)
+        truncate(next((tmp_path / f"step-00000{step}").glob("*.safetensors")))
     save_all(tmp_path, [5], model, keep=2)
     assert names(tmp_path) == ["step-000003", "step-000004", "step-000005"]
     save_all(tmp_path, [6], model, keep=2)
     assert names(tmp_path) == ["step-000005", "step-000006"]
 
 
-def test_a_checkpoint_that_cant_be_read_now_is_neither_removed_nor_counted(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_checkpoint_that_cant_be_read_now_is_neither_removed_nor_counted(tmp_path, monkeypatch):
     model = save_all(tmp_path, [1, 2, 3])
     sizes = LocalStorage.sizes
 
@@ -139,10 +142,8 @@ def test_a_checkpoint_that_cant_be_read_now_is_neither_removed_nor_counted(
 # ---- a run that goes back
 
 
-def test_a_run_that_goes_back_leaves_the_newer_ones_behind(tmp_path: Path) -> None:
-    save_all(tmp_path, [100, 200, 300])
-    model = filled(0.0)
-    load(tmp_path / "step-000100", model=model)
+def test_a_run_that_goes_back_leaves_the_newer_ones_behind(tmp_path):
+    model = gone_back(tmp_path)
     assert latest(tmp_path) == tmp_path / "step-000300"  # nothing was saved yet
     with pytest.warns(UserWarning, match="doesn't go on from step-000200, step-000300: they stay"):
         save_all(tmp_path, [110], model, keep=2)
@@ -154,22 +155,16 @@ def test_a_run_that_goes_back_leaves_the_newer_ones_behind(tmp_path: Path) -> No
     assert complete_steps(tmp_path) == [120, 110, 300, 200]
     restored = load(tmp_path, model=model)
     assert (restored.step, number(model)) == (120, 120.0)
-    assert restored.skipped == (
-        "step-000300: of a line of training that was left behind",
-        "step-000200: of a line of training that was left behind",
-    )
+    behind = "of a line of training that was left behind"
+    assert restored.skipped == (f"step-000300: {behind}", f"step-000200: {behind}")
     save_all(tmp_path, [200, 250], model, keep=2)  # comes by where the other line was
     assert names(tmp_path) == ["left-step-000200", "step-000200", "step-000250", "step-000300"]
     assert load(tmp_path, model=model).step == 250
 
 
-def test_a_damaged_latest_falls_back_on_its_own_line(tmp_path: Path) -> None:
-    save_all(tmp_path, [100, 200, 300])
-    model = filled(0.0)
-    load(tmp_path / "step-000100", model=model)
-    save_all(tmp_path, [110, 120], model)
-    file = next((tmp_path / "step-000120").glob("*.safetensors"))
-    os.truncate(file, file.stat().st_size - 1)
+def test_a_damaged_latest_falls_back_on_its_own_line(tmp_path):
+    save_all(tmp_path, [110, 120], gone_back(tmp_path))
+    truncate(next((tmp_path / "step-000120").glob("*.safetensors")))
     assert find(tmp_path)[0].name == "step-000110"
     (tmp_path / "step-000120" / "manifest.json").write_text("{}")
     assert find(tmp_path)[0].name == "step-000110"
@@ -181,10 +176,8 @@ def test_a_damaged_latest_falls_back_on_its_own_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["before it is published", "before the file names it"])
 @pytest.mark.each_case
-def test_a_kill_of_the_first_save_of_a_line_loses_no_step(tmp_path: Path, moment: str) -> None:
-    save_all(tmp_path, [100, 200, 300])
-    model = filled(0.0)
-    load(tmp_path / "step-000100", model=model)
+def test_a_kill_of_the_first_save_of_a_line_loses_no_step(tmp_path, moment):
+    model = gone_back(tmp_path)
     if os.fork() == 0:
         named = LocalStorage.name_latest
 
@@ -202,7 +195,7 @@ def test_a_kill_of_the_first_save_of_a_line_loses_no_step(tmp_path: Path, moment
     assert find(tmp_path)[0].name == ("step-000300" if moment == "before it is published" else "step-000110")
 
 
-def test_checkpoints_of_a_release_that_names_no_ancestors_are_one_line(tmp_path: Path) -> None:
+def test_checkpoints_of_a_release_that_names_no_ancestors_are_one_line(tmp_path):
     save_all(tmp_path, [100, 200, 300])
     for folder in tmp_path.glob("step-*"):
         manifest = read_manifest(folder)
@@ -218,9 +211,7 @@ def test_checkpoints_of_a_release_that_names_no_ancestors_are_one_line(tmp_path:
 # ---- errors after the publication, and before it
 
 
-def test_a_full_disk_at_the_file_latest_is_a_warning_and_the_step_is_the_latest(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_full_disk_at_the_file_latest_is_a_warning_and_the_step_is_the_latest(tmp_path, monkeypatch):
     model = save_all(tmp_path, [1])
     named = LocalStorage.name_latest
 
@@ -228,9 +219,8 @@ def test_a_full_disk_at_the_file_latest_is_a_warning_and_the_step_is_the_latest(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(LocalStorage, "name_latest", full)
-    with pytest.warns(
-        UserWarning, match=r"step-000002 is saved, but .*latest couldn't be written: No space left"
-    ):
+    says = r"step-000002 is saved, but .*latest couldn't be written: No space left"
+    with pytest.warns(UserWarning, match=says):
         save_all(tmp_path, [2], model)
     assert latest(tmp_path) == tmp_path / "step-000002"
     monkeypatch.setattr(LocalStorage, "name_latest", named)
@@ -244,7 +234,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-def test_a_disk_that_was_full_at_the_first_save_takes_the_next_one(small_disk: Path) -> None:
+def test_a_disk_that_was_full_at_the_first_save_takes_the_next_one(small_disk):
     (small_disk / "other").write_bytes(bytes(64 << 10))
     for _ in range(2):
         with pytest.raises(CheckpointError, match="No space left on device"):
@@ -257,9 +247,7 @@ def test_a_disk_that_was_full_at_the_first_save_takes_the_next_one(small_disk: P
 # ---- what changes while it is read
 
 
-def test_a_checkpoint_that_a_save_removes_while_it_is_loaded_is_the_next_one(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_checkpoint_that_a_save_removes_while_it_is_loaded_is_the_next_one(tmp_path, monkeypatch):
     model = save_all(tmp_path, [1])
     opened, prepare = [], load_module._prepare
 
@@ -287,7 +275,7 @@ def passing_error(times: int, monkeypatch) -> None:
     monkeypatch.setattr(shardfile.Reader, "_reading", reading)
 
 
-def test_a_passing_error_of_a_disk_is_no_damage(tmp_path: Path, monkeypatch) -> None:
+def test_a_passing_error_of_a_disk_is_no_damage(tmp_path, monkeypatch):
     save_all(tmp_path, [1, 2])
     passing_error(2, monkeypatch)
     assert load(tmp_path, model=filled(-1.0)).step == 2
@@ -324,16 +312,11 @@ def extra_fails(rank: int, world: int, path: str) -> tuple[str, float, int]:
     with pytest.raises(CheckpointError) as caught:
         load(path, model=model, extra={"first": first, "second": Counter(fails=rank == 1)})
     with torch.no_grad():
-        return (
-            str(caught.value),
-            number(nn.ParameterList(p.to_local() for p in model.parameters())),
-            first.value,
-        )
+        own = nn.ParameterList(p.to_local() for p in model.parameters())
+        return str(caught.value), number(own), first.value
 
 
-def test_an_extra_object_that_fails_on_one_rank_is_an_error_on_all_before_any_weight_is_touched(
-    tmp_path: Path,
-) -> None:
+def test_an_extra_object_that_fails_on_one_rank_is_an_error_on_all_before_any_weight_is_touched(tmp_path):
     for message, value, first in run_ranks(2, extra_fails, str(tmp_path)):
         assert "rank 1: load_state_dict of extra/second raised ValueError: of another kind" in message
         assert "Model and optimizer are as they were" in message
@@ -341,7 +324,7 @@ def test_an_extra_object_that_fails_on_one_rank_is_an_error_on_all_before_any_we
         assert (value, first) == (-1.0, 3)
 
 
-def test_small_state_of_a_newer_release_is_refused_before_any_weight_is_touched(tmp_path: Path) -> None:
+def test_small_state_of_a_newer_release_is_refused_before_any_weight_is_touched(tmp_path):
     save_all(tmp_path, [1])
     manifest = read_manifest(tmp_path / "step-000001")
     state = {**manifest.state, "extra": {"new": {"$quaternion": [1, 2, 3, 4]}}}
@@ -352,7 +335,7 @@ def test_small_state_of_a_newer_release_is_refused_before_any_weight_is_touched(
     assert number(model) == -1.0
 
 
-def test_two_ranks_find_what_one_saved_after_it_went_back(tmp_path: Path) -> None:
+def test_two_ranks_find_what_one_saved_after_it_went_back(tmp_path):
     run_ranks(2, save_steps, str(tmp_path), (1, 2, 3))
     model = filled(0.0)
     load(tmp_path / "step-000001", model=model)
