@@ -1,8 +1,6 @@
 """What is saved at one number of ranks, sharded in one way, comes back bit-equal at any other number and in
 any way, optimizer state included."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,9 +64,8 @@ def plain(model: Net) -> nn.Module:
     return model
 
 
-SHARDINGS = {
-    sharding.__name__: sharding for sharding in (by_layers, wrapped, beside_tensor_parallelism, plain)
-}
+WAYS = (by_layers, wrapped, beside_tensor_parallelism, plain)
+SHARDINGS = {sharding.__name__: sharding for sharding in WAYS}
 
 
 def build(kind: str, seed: int, sharding: str = "by_layers") -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -151,7 +148,7 @@ def load_fresh(rank: int, world: int, path: str, kind: str, sharding: str) -> di
         ("sgd", (4, "by_layers"), (1, "wrapped")),
     ],
 )
-def test_any_world_size_and_door_restores_bit_equal(tmp_path: Path, kind: str, saved, loaded) -> None:
+def test_any_world_size_and_door_restores_bit_equal(tmp_path, kind, saved, loaded):
     before = run_ranks(saved[0], save_trained, str(tmp_path), kind, saved[1])[0]
     assert {before["narrow.weight"].dtype, before["up.weight"].dtype} == {torch.bfloat16, torch.float32}
     for after in run_ranks(loaded[0], load_fresh, str(tmp_path), kind, loaded[1]):

@@ -88,9 +88,8 @@ class Lossy(torch.optim.Optimizer):
             made = self.kind(made.to(torch.int8), torch.zeros(local.numel() // self.kind.scales))
         if not isinstance(p, DTensor):
             return made
-        return DTensor.from_local(
-            made, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
+        whole = {"run_check": False, "shape": p.shape, "stride": p.stride()}
+        return DTensor.from_local(made, p.device_mesh, p.placements, **whole)
 
 
 def build(shapes, seed, dim=0):
@@ -183,41 +182,28 @@ def loaded(rank, world, path, shapes, kind, dim=0, least=1):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4), (4, 1)])
-def test_states_of_which_the_order_is_known_are_loaded_by_another_number_of_ranks(
-    tmp_path: Path, before: int, after: int
-) -> None:
-    shapes = [
-        (12, 8),
-        (5, 4),
-        *([(24, 1)] if {before, after} == {2, 3} else []),
-    ]  # 6 of 4 ranks are no blocks
+def test_states_of_which_the_order_is_known_are_loaded_by_another_number_of_ranks(tmp_path, before, after):
+    # Of (24, 1) the 6 rows of each of 4 ranks are no blocks.
+    shapes = [(12, 8), (5, 4), *([(24, 1)] if {before, after} == {2, 3} else [])]
     ranks = run_ranks(before, saved, str(tmp_path), shapes, OptimState8bit)
     others = run_ranks(after, loaded, str(tmp_path), shapes, OptimState8bit)
     for i, shape in enumerate(shapes):
         for key in ((0, "momentum", "codes"), (0, "momentum", "scale")):
-            one, other = (
-                torch.cat([rank[i][key].flatten() for rank in side if key in rank[i]])
-                for side in (ranks, others)
-            )
-            assert torch.equal(one, other), (shape, key)
+            parts = ([rank[i][key].flatten() for rank in side if key in rank[i]] for side in (ranks, others))
+            assert torch.equal(*map(torch.cat, parts)), (shape, key)
 
 
+IN_TWO = r"in 2 parts by \(Shard\(dim=0\),\)"
 REFUSED = {
     "ranks": (3, {}, r"wrong kind optimizer/0/momentum: Blocks .* in 2 parts by \(Shard\(dim=0\),\) in the"),
-    "dim": (
-        2,
-        {"dim": 1},
-        r"in 2 parts by \(Shard\(dim=0\),\) in the checkpoint, the optimizer has Blocks .*dim=1",
-    ),
+    "dim": (2, {"dim": 1}, rf"{IN_TWO} in the checkpoint, the optimizer has Blocks .*dim=1"),
     "context": (2, {"kind": Other}, r"Blocks \('blocks', 1\).*the optimizer has Other \('blocks', 2\)"),
     "plain": (2, {"least": 99}, "the optimizer has a plain tensor for this rank's part"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_state_that_would_not_be_exact_is_refused_by_name_and_nothing_is_changed(
-    tmp_path: Path, case
-) -> None:
+def test_state_that_would_not_be_exact_is_refused_by_name_and_nothing_is_changed(tmp_path, case):
     world, options, text = REFUSED[case]
     run_ranks(2, saved, str(tmp_path), [(12, 8)], Blocks)
     values = {"kind": Blocks, "dim": 0, "least": 1, **options}.values()
@@ -236,24 +222,19 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
 
     model = build([(4, 4)], 1)
     blocks = Blocks(torch.zeros(4, 4), torch.zeros(4))
-    assert "extra/mean: a Blocks can't be made again by a load; give its tensors (codes, scale)" in message(
-        model, extra={"mean": blocks}
-    )
+    said = message(model, extra={"mean": blocks})
+    assert "extra/mean: a Blocks can't be made again by a load; give its tensors (codes, scale)" in said
     optimizer = Lossy(model.parameters(), Unnamed)
     trained(model, optimizer)
     assert "optimizer/0/momentum: a Unnamed with the context <object" in message(model, optimizer)
-    for kind, shape in (
-        (Blocks, (5, 4)),
-        (OptimState8bit, (10, 2)),
-    ):  # 2 + 2 + 1 rows; 4 + 4 + 2, blocks of two
+    for kind, shape in ((Blocks, (5, 4)), (OptimState8bit, (10, 2))):  # 2 + 2 + 1 rows; 4 + 4 + 2 in twos
         uneven = build([shape], 1)
         optimizer = Lossy(uneven.parameters(), kind)
         trained(uneven, optimizer)
         assert f"optimizer/0/momentum: 'scale' of a {kind.__name__} has shape" in message(uneven, optimizer)
     mixed = build([(5, 4)], 1)
-    optimizer = Lossy(
-        mixed.parameters(), OptimState8bit, least=8
-    )  # less on the third rank, which keeps it plain
+    # Less on the third rank, which keeps it plain.
+    optimizer = Lossy(mixed.parameters(), OptimState8bit, least=8)
     trained(mixed, optimizer)
     text = message(mixed, optimizer)
     assert "optimizer/0/momentum: a OptimState8bit on rank 0, torch.float32 [5, 4] on rank 2" in text

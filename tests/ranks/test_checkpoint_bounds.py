@@ -55,9 +55,7 @@ def load_poisoned(rank: int, world: int, path: str) -> tuple[dict, int]:
     return everything(model, optimizer), restored.read_nbytes
 
 
-def test_each_element_of_a_meta_model_is_written_and_each_byte_read_once(
-    tmp_path: Path,
-) -> None:
+def test_each_element_of_a_meta_model_is_written_and_each_byte_read_once(tmp_path):
     before = run_ranks(2, save_quantised, str(tmp_path))[0]
     found = run_ranks(3, load_poisoned, str(tmp_path))
     for after, _ in found:
@@ -66,7 +64,7 @@ def test_each_element_of_a_meta_model_is_written_and_each_byte_read_once(
     assert sum(read for _, read in found) <= 1.05 * nbytes
 
 
-def test_integer_codes_and_their_scales_consolidate_as_they_are(tmp_path: Path) -> None:
+def test_integer_codes_and_their_scales_consolidate_as_they_are(tmp_path):
     before = run_ranks(2, save_quantised, str(tmp_path))[0]
     consolidate(tmp_path, tmp_path / "out", dtype=torch.float16)
     from_file = load_file(tmp_path / "out" / "model.safetensors")
@@ -115,7 +113,7 @@ def save_and_load_large(rank: int, world: int, path: str) -> tuple[int, int, int
     return saving, loading, again
 
 
-def test_saving_needs_no_memory_and_loading_a_shard_and_less_than_a_tensor(tmp_path: Path) -> None:
+def test_saving_needs_no_memory_and_loading_a_shard_and_less_than_a_tensor(tmp_path):
     shard, tensor = 16 * MIB, 8 * MIB
     for saving, loading, again in run_ranks(2, save_and_load_large, str(tmp_path)):
         assert saving < tensor  # of chunks of 2 MiB; a model twice as large needs no more
@@ -153,7 +151,7 @@ def stream_deep(rank: int, world: int) -> tuple[int, list[tuple[str, float]]]:
     return grown(stream), seen
 
 
-def test_no_rank_holds_more_than_a_part_of_a_model_that_is_streamed() -> None:
+def test_no_rank_holds_more_than_a_part_of_a_model_that_is_streamed():
     found = run_ranks(3, stream_deep)
     layers = [(f"layers.{n}.weight", 2.0 * (n + 2)) for n in range(12)]
     assert found[0][1] == [("first.weight", 2.0), *layers, ("last.weight", 2.0)]

@@ -2,7 +2,6 @@
 other's checkpoints, at any numbers of ranks, optimizer state included."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 import torch
@@ -147,7 +146,7 @@ def stepped_once_more(rank: int, world: int, kind: str) -> dict[str, torch.Tenso
         ((1, flat), (4, flat), "adamw", True),
     ],
 )
-def test_flat_and_per_parameter_layouts_read_each_other(tmp_path: Path, saved, loaded, kind, stepped) -> None:
+def test_flat_and_per_parameter_layouts_read_each_other(tmp_path, saved, loaded, kind, stepped):
     run_ranks(saved[0], save_stepped, str(tmp_path), saved[1], kind)
     expected = run_ranks(1, stepped_once_more, kind)[0]
     found = run_ranks(loaded[0], load_poisoned, str(tmp_path), loaded[1], kind, stepped)
@@ -160,7 +159,7 @@ def test_flat_and_per_parameter_layouts_read_each_other(tmp_path: Path, saved, l
     assert sum(read for _, read in found) <= manifest.nbytes + (loaded[0] - 1) * (small + rng)
 
 
-def test_the_pieces_of_one_tensor_in_one_file_open_with_the_plain_library(tmp_path: Path) -> None:
+def test_the_pieces_of_one_tensor_in_one_file_open_with_the_plain_library(tmp_path):
     run_ranks(2, save_stepped, str(tmp_path), flat, "sgd")
     manifest = read_manifest(tmp_path / "step-000002")
     seen: dict[str, int] = {}

@@ -29,13 +29,12 @@ def one_of_two_jobs(path: str, number: int, rank: int, world: int) -> None:
     Path(path, f"refused-{number}-{rank}").write_text(json.dumps(refused))
 
 
-def test_two_jobs_that_save_into_one_folder_are_each_told_and_nothing_is_mixed(tmp_path: Path) -> None:
+def test_two_jobs_that_save_into_one_folder_are_each_told_and_nothing_is_mixed(tmp_path):
     codes = {}
 
     def run(number: int) -> None:
-        codes[number] = [
-            (end.code, end.text) for end in run_scripts(2, partial(one_of_two_jobs, str(tmp_path), number))
-        ]
+        ends = run_scripts(2, partial(one_of_two_jobs, str(tmp_path), number))
+        codes[number] = [(end.code, end.text) for end in ends]
 
     jobs = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
     for job in jobs:
@@ -66,7 +65,7 @@ def leave_with_a_save_that_fails(path: str, rank: int, world: int) -> None:
     async_save(path, model=model, step=1)
 
 
-def test_an_error_that_nobody_waits_for_is_told_at_exit(tmp_path: Path) -> None:
+def test_an_error_that_nobody_waits_for_is_told_at_exit(tmp_path):
     for end in run_scripts(2, partial(leave_with_a_save_that_fails, str(tmp_path))):
         assert "the last checkpoint was not saved: " in end.stderr
         assert "step-000001 exists already" in end.stderr

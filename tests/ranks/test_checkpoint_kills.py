@@ -66,7 +66,7 @@ def resume_and_be_killed(rank: int, world: int, path: str, kill: Kill) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_killed_at_random_moments_lose_nothing_that_was_confirmed(tmp_path: Path) -> None:
+def test_ranks_killed_at_random_moments_lose_nothing_that_was_confirmed(tmp_path):
     save(tmp_path, model=build(1.0), step=1)
     chance = random.Random(SEED)
     num_torn, confirmed = 0, 1

@@ -275,12 +275,13 @@ EVENTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(4, 60))]
-)
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 60))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_happens_the_newest_complete_step_of_the_line_loads_and_the_next_save_goes_on(
-    tmp_path: Path, seed: int
-) -> None:
+    tmp_path, seed
+):
     with disk_of(tmp_path, "4m") as disk:
         life = Random(seed, disk)
         life.trains(None)

@@ -43,7 +43,7 @@ def load_sharded(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["flat", "apart"])
-def test_files_of_fairscale_load_into_shards_as_it_joins_them(kind: str) -> None:
+def test_files_of_fairscale_load_into_shards_as_it_joins_them(kind):
     whole = torch.load(FAIRSCALE / f"{kind}-whole.pt", weights_only=True)
     whole["head.weight"] = whole["embed.weight"]  # its own consolidation loses the tied name here
     for found in run_ranks(2, load_sharded, str(FAIRSCALE / f"{kind}-rank*.pt")):
@@ -51,18 +51,16 @@ def test_files_of_fairscale_load_into_shards_as_it_joins_them(kind: str) -> None
 
 
 @pytest.mark.parametrize("layout", ["params", "flat", "rows"])
-def test_files_of_torch_xla_are_pieces_of_what_its_consolidator_makes(layout: str) -> None:
+def test_files_of_torch_xla_are_pieces_of_what_its_consolidator_makes(layout):
     whole = torch.load(XLA / f"{layout}_consolidated.pth", weights_only=True)["model"]
     source = open_source(XLA / f"{layout}_rank*.pth")
     with Reader(source.folder) as reader:
-        found = {
-            key.removeprefix("model/"): read_tensor(reader, key, entry)
-            for key, entry in source.manifest.tensors.items()
-        }
+        tensors = source.manifest.tensors.items()
+        found = {key.removeprefix("model/"): read_tensor(reader, key, entry) for key, entry in tensors}
     assert_equal(dict(whole), found)
 
 
-def test_files_of_others_beside_our_own_checkpoints_are_not_taken_for_them(tmp_path: Path) -> None:
+def test_files_of_others_beside_our_own_checkpoints_are_not_taken_for_them(tmp_path):
     """Theirs hold weights only: a run would go on without its optimizer's state, from another step."""
     model = Net()
     save(tmp_path, model=model, step=4)
@@ -73,7 +71,7 @@ def test_files_of_others_beside_our_own_checkpoints_are_not_taken_for_them(tmp_p
     assert_equal(model.state_dict(), other.state_dict())
 
 
-def test_rank_files_that_are_missing_too_many_or_alone_are_an_error(tmp_path: Path) -> None:
+def test_rank_files_that_are_missing_too_many_or_alone_are_an_error(tmp_path):
     for rank in (0, 1):
         shutil.copy(FAIRSCALE / f"flat-rank{rank}.pt", tmp_path)
     with pytest.raises(CheckpointError, match=r"flat_param_0 in 2 files have 60 elements, expected 90"):

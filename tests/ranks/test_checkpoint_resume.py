@@ -102,7 +102,7 @@ def two_and_two(rank: int, world: int, path: str, part: str) -> tuple[list[float
     return losses, {}
 
 
-def test_two_steps_and_a_resume_for_two_equal_four_bit_by_bit(tmp_path: Path) -> None:
+def test_two_steps_and_a_resume_for_two_equal_four_bit_by_bit(tmp_path):
     whole = run_ranks(2, two_and_two, str(tmp_path), "whole")
     first = run_ranks(2, two_and_two, str(tmp_path), "first")
     second = run_ranks(2, two_and_two, str(tmp_path), "second")
@@ -111,13 +111,9 @@ def test_two_steps_and_a_resume_for_two_equal_four_bit_by_bit(tmp_path: Path) ->
         assert_equal(whole[rank][1], second[rank][1])
 
 
-OPTIMIZERS = {
-    name: value
-    for name, value in vars(torch.optim).items()
-    if isinstance(value, type)
-    and issubclass(value, torch.optim.Optimizer)
-    and value is not torch.optim.Optimizer
-}
+CLASSES = [value for value in vars(torch.optim).values() if isinstance(value, type)]
+OPTIMIZERS = {each.__name__: each for each in CLASSES if issubclass(each, torch.optim.Optimizer)}
+del OPTIMIZERS["Optimizer"]
 # On DTensors torch fails: LBFGS flattens all parameters, Adafactor and Rprop write across placements.
 PLAIN_ONLY = {"Adafactor", "LBFGS", "Rprop"}
 MATRICES_ONLY = {"Muon"}
@@ -158,12 +154,12 @@ def resumes_with(rank: int, world: int, path: str, names: list[str]) -> None:
         assert_equal(everything(model, optimizer), everything(fresh, resumed))
 
 
-def test_every_optimizer_of_torch_resumes_bit_equal(tmp_path: Path) -> None:
+def test_every_optimizer_of_torch_resumes_bit_equal(tmp_path):
     assert len(OPTIMIZERS) >= 15
     run_ranks(2, resumes_with, str(tmp_path), sorted(OPTIMIZERS.keys() - PLAIN_ONLY - SPARSE))
 
 
-def test_optimizers_that_need_plain_parameters_resume_bit_equal(tmp_path: Path) -> None:
+def test_optimizers_that_need_plain_parameters_resume_bit_equal(tmp_path):
     run_ranks(1, resumes_with, str(tmp_path), sorted(PLAIN_ONLY | SPARSE))
 
 
@@ -174,9 +170,8 @@ def test_a_model_on_the_meta_device_gets_its_shards_and_trains(tmp_path):
     model, optimizer, scheduler = start()
     train(model, optimizer, scheduler, range(2))
     save(path, model=model, optimizer=optimizer, step=2)
-    torch.use_deterministic_algorithms(
-        True
-    )  # torch then fills new memory with NaN: what is not written shows
+    # Torch then fills new memory with NaN: what is not written shows.
+    torch.use_deterministic_algorithms(True)
     with torch.device("meta"):
         empty = Net()
     empty = sharded(empty)
@@ -243,7 +238,7 @@ def load_placed(rank: int, world: int, path: str) -> list[torch.Tensor]:
     return [p.full_tensor().detach() for p in model.parameters()]
 
 
-def test_any_placement_on_any_mesh_restores_bit_equal(tmp_path: Path) -> None:
+def test_any_placement_on_any_mesh_restores_bit_equal(tmp_path):
     saved = run_ranks(4, save_placed, str(tmp_path))[0]
     for loaded in run_ranks(3, load_placed, str(tmp_path)):
         assert all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
@@ -257,7 +252,7 @@ def kept(rank: int, world: int, path: str) -> None:
         save(f"{path}/all", model=model, step=step)
 
 
-def test_the_last_and_every_kth_checkpoint_are_kept(tmp_path: Path) -> None:
+def test_the_last_and_every_kth_checkpoint_are_kept(tmp_path):
     run_ranks(2, kept, str(tmp_path))
     names = sorted(p.name for p in tmp_path.glob("step-*"))
     assert names == ["step-000003", "step-000006", "step-000007"]
@@ -286,7 +281,7 @@ def in_the_background(rank: int, world: int, path: str) -> None:
     save(path, model=model, step=5)
 
 
-def test_a_save_in_the_background_is_of_the_moment_it_was_called(tmp_path: Path) -> None:
+def test_a_save_in_the_background_is_of_the_moment_it_was_called(tmp_path):
     run_ranks(2, in_the_background, str(tmp_path))
     assert {p.name for p in tmp_path.glob("step-*")} == {f"step-00000{i}" for i in (2, 3, 4, 5)}
 
@@ -295,7 +290,7 @@ def priority() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_a_save_in_the_background_takes_what_training_leaves_of_the_processor(tmp_path: Path) -> None:
+def test_a_save_in_the_background_takes_what_training_leaves_of_the_processor(tmp_path):
     before, seen = priority(), list[int]()
 
     def work(pace: background.Pace) -> Path:
@@ -310,10 +305,9 @@ def test_a_save_in_the_background_takes_what_training_leaves_of_the_processor(tm
     assert priority() == before
 
 
-def test_a_save_beside_training_rests_where_others_want_the_cores_until_somebody_waits(monkeypatch) -> None:
-    life = iter(
-        [(0.0, 0.0), (0.001, 0.0), (0.001, 0.0), (0.003, 0.002), (0.003, 0.002), (9.0, 9.0), (9.0, 9.0)]
-    )
+def test_a_save_beside_training_rests_where_others_want_the_cores_until_somebody_waits(monkeypatch):
+    twice = [(0.001, 0.0), (0.003, 0.002), (9.0, 9.0)]
+    life = iter([(0.0, 0.0), *(each for each in twice for _ in range(2))])
     monkeypatch.setattr(background, "_spent", lambda: background._Spent(*next(life)))
     pace, took = background.Pace(), list[float]()
     pace.begin()
@@ -364,7 +358,7 @@ def diverged_buffer(rank: int, world: int, path: str) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-def test_buffers_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
+def test_buffers_that_differ_between_ranks_are_named(tmp_path):
     first, second = run_ranks(2, diverged_buffer, str(tmp_path))
     assert "model/seen" in first[0]
     assert not second

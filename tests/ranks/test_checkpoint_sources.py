@@ -11,13 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.tensor import DTensor
 
 from shardwright import full_state_dict, fully_shard
@@ -113,7 +107,7 @@ def as_nested_torch_save(path: Path) -> Path:
     [as_hugging_face, as_bin_files, as_one_safetensors_file, as_torch_save, as_nested_torch_save],
     ids=lambda f: f.__name__,
 )
-def test_weights_of_others_load_into_shards_by_byte_ranges(tmp_path: Path, write) -> None:
+def test_weights_of_others_load_into_shards_by_byte_ranges(tmp_path, write):
     path = write(tmp_path)
     results = run_ranks(3, load_into_shards, str(path))
     for state, _ in results:
@@ -129,11 +123,11 @@ def save_with_dcp(rank: int, world: int, path: str) -> None:
     model(torch.arange(11)).sum().backward()
     optimizer.step()
     model.load_state_dict(sharded(1).state_dict())
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = {"model": model.state_dict(), "optimizer": torchs.get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=path)
 
 
-def test_a_directory_of_torch_dcp_loads_at_another_world_size(tmp_path: Path) -> None:
+def test_a_directory_of_torch_dcp_loads_at_another_world_size(tmp_path):
     run_ranks(2, save_with_dcp, str(tmp_path))
     for state, _ in run_ranks(3, load_into_shards, str(tmp_path)):
         assert_is_net(state, 1)
@@ -144,7 +138,7 @@ class Boom:
         return os.mkdir, ("boom",)
 
 
-def test_a_dcp_directory_cannot_run_code(tmp_path: Path, monkeypatch) -> None:
+def test_a_dcp_directory_cannot_run_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / ".metadata").write_bytes(pickle.dumps(Boom()))
@@ -156,7 +150,7 @@ def test_a_dcp_directory_cannot_run_code(tmp_path: Path, monkeypatch) -> None:
     assert not (tmp_path / "boom").exists()
 
 
-def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_what_cannot_be_read_says_why(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"12345678{}")
     with pytest.raises(CheckpointError, match=r"a\.safetensors: not a readable safetensors file"):
         load(tmp_path / "a.safetensors", model=net(1))
@@ -186,10 +180,8 @@ def stepped(seed: int, wrapper: bool) -> tuple[nn.Module, torch.optim.Optimizer]
 
 
 def torch_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+    state = torchs.get_optimizer_state_dict(model, optimizer)
+    return {"model": torchs.get_model_state_dict(model), "optimizer": state}
 
 
 def dcp_round_trip(rank: int, world: int, path: str, wrapper: bool, saving: bool) -> None:
@@ -204,8 +196,8 @@ def dcp_round_trip(rank: int, world: int, path: str, wrapper: bool, saving: bool
             dcp.async_save(state, checkpoint_id=f"{path}/{kind}").result()
         else:
             dcp.load(state, checkpoint_id=f"{path}/{kind}")
-            set_model_state_dict(model, state["model"])
-            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            torchs.set_model_state_dict(model, state["model"])
+            torchs.set_optimizer_state_dict(model, optimizer, state["optimizer"])
             assert_is_net(whole(model), 1)
             for name, p in model.named_parameters():
                 assert torch.equal(optimizer.state[p]["exp_avg"].full_tensor(), expected[name]), name
@@ -213,30 +205,31 @@ def dcp_round_trip(rank: int, world: int, path: str, wrapper: bool, saving: bool
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [False, True], ids=["fully_shard", "wrapper"])
-def test_our_models_go_through_torch_dcp_at_other_world_sizes(tmp_path: Path, wrapper: bool) -> None:
+def test_our_models_go_through_torch_dcp_at_other_world_sizes(tmp_path, wrapper):
     run_ranks(2, dcp_round_trip, str(tmp_path), wrapper, True)
     run_ranks(3, dcp_round_trip, str(tmp_path), wrapper, False)
 
 
 @on_ranks(2)
-def test_torch_state_dict_functions_work_on_our_models(rank: int):
+def test_torch_state_dict_functions_work_on_our_models(rank):
     model, other = sharded(1), sharded(100)
-    set_model_state_dict(other, get_model_state_dict(model))
+    torchs.set_model_state_dict(other, torchs.get_model_state_dict(model))
     assert_is_net(whole(other), 1)
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = torchs.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = torchs.get_model_state_dict(model, options=options)
     if rank == 0:
         assert_is_net(full, 1)
         assert_is_net(full_state_dict(model), 1)
     else:
         full_state_dict(model)
     third = sharded(101)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(third, full if rank == 0 else {}, options=options)
+    options = torchs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    torchs.set_model_state_dict(third, full if rank == 0 else {}, options=options)
     assert_is_net(whole(third), 1)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(11)).sum().backward()
     optimizer.step()
     resumed = torch.optim.AdamW(other.parameters())
-    set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(model, optimizer))
+    torchs.set_optimizer_state_dict(other, resumed, torchs.get_optimizer_state_dict(model, optimizer))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[p]["exp_avg"].to_local(), resumed.state[q]["exp_avg"].to_local())

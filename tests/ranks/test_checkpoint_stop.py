@@ -49,7 +49,7 @@ def train_until_told(
 
 
 @pytest.mark.parametrize(("world", "told"), [(3, (1,)), (2, (0, 1)), (1, (0,))])
-def test_the_step_in_which_any_rank_is_told_is_saved_by_all(tmp_path: Path, world: int, told) -> None:
+def test_the_step_in_which_any_rank_is_told_is_saved_by_all(tmp_path, world, told):
     stopped = run_ranks(world, train_until_told, str(tmp_path), told)
     assert [steps for steps, _ in stopped] == [3] * world
     model = nn.Linear(8, 1)
@@ -58,7 +58,7 @@ def test_the_step_in_which_any_rank_is_told_is_saved_by_all(tmp_path: Path, worl
         assert torch.equal(param.detach(), torch.cat(parts))
 
 
-def test_without_ranks_a_process_asks_itself() -> None:
+def test_without_ranks_a_process_asks_itself():
     with StopRequest((signal.SIGUSR2,)) as stop:
         assert not stop.agreed()
         os.kill(os.getpid(), signal.SIGUSR2)
@@ -67,7 +67,7 @@ def test_without_ranks_a_process_asks_itself() -> None:
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
-def test_in_another_thread_it_says_where_it_must_be_made() -> None:
+def test_in_another_thread_it_says_where_it_must_be_made():
     found: list[Exception] = []
 
     def make() -> None:

@@ -80,7 +80,7 @@ def shards(bucket: Bucket, step: int) -> list[str]:
     return [f"step-{step:06d}/{name}" for name in sorted(manifest.files)]
 
 
-def test_the_manifest_is_put_when_all_files_are_and_nothing_is_renamed(bucket: Bucket) -> None:
+def test_the_manifest_is_put_when_all_files_are_and_nothing_is_renamed(bucket):
     run_ranks(2, save_steps, bucket, (1,))
     requests, files = bucket.requests(), shards(bucket, 1)
     assert sorted(requests[:2]) == [f"upload {file}" for file in files]
@@ -90,15 +90,12 @@ def test_the_manifest_is_put_when_all_files_are_and_nothing_is_renamed(bucket: B
 
     run_ranks(2, save_steps, bucket, (2, 3))
     assert {name.split("/")[0] for name in bucket.names()} == {"latest", "step-000002", "step-000003"}
-    removed = [
-        line.rpartition("/")[2][:8] for line in bucket.requests() if line.startswith("remove step-000001")
-    ]
+    lines = [line for line in bucket.requests() if line.startswith("remove step-000001")]
+    removed = [line.rpartition("/")[2][:8] for line in lines]
     assert removed == ["manifest", "shard-00", "shard-00"]  # what is to go is no checkpoint from the first on
 
 
-def test_a_load_takes_the_copies_of_the_last_save_and_fetches_what_another_host_needs_once(
-    bucket: Bucket,
-) -> None:
+def test_a_load_takes_the_copies_of_the_last_save_and_fetches_what_another_host_needs_once(bucket):
     run_ranks(2, save_steps, bucket, (1, 2))
     assert sorted(bucket.copies()) == shards(bucket, 2)  # not those of step 1
     bucket.requests()
@@ -119,9 +116,7 @@ def load_damaged(rank: int, world: int, bucket: Bucket) -> str:
     return str(caught.value)
 
 
-def test_a_damaged_copy_is_fetched_again_and_a_damaged_object_is_an_error_on_all_ranks(
-    bucket: Bucket,
-) -> None:
+def test_a_damaged_copy_is_fetched_again_and_a_damaged_object_is_an_error_on_all_ranks(bucket):
     run_ranks(2, save_steps, bucket, (1, 2))
     name, copy = sorted(bucket.copies().items())[1]
     content = bytearray(copy.read_bytes())
@@ -164,7 +159,7 @@ def load_and_save(rank: int, world: int, bucket: Bucket) -> tuple[int, tuple[str
 
 
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_kill_while_a_save_is_uploaded_leaves_the_last_whole_one(bucket: Bucket, moment: str) -> None:
+def test_a_kill_while_a_save_is_uploaded_leaves_the_last_whole_one(bucket, moment):
     killed, at, step = KILLS[moment]
     run_ranks(2, save_steps, bucket, (1,))
     with pytest.raises(AssertionError, match=f"rank {killed} of 2 failed.*died without a report"):
@@ -182,9 +177,7 @@ def test_a_kill_while_a_save_is_uploaded_leaves_the_last_whole_one(bucket: Bucke
     assert not list(bucket.cache.rglob(".torn*"))
 
 
-def test_who_saves_holds_a_lock_that_a_killed_one_loses_and_a_late_one_publishes_nothing(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_saves_holds_a_lock_that_a_killed_one_loses_and_a_late_one_publishes_nothing(bucket, monkeypatch):
     if bucket.url.startswith("gs:"):
         pytest.skip("the emulator replaces an object that gcsfs asks it to put only where there is none")
     monkeypatch.setattr(remote, "BEAT_S", 0.1)
@@ -221,7 +214,7 @@ def manifest_text(file: str) -> str:
     return dumps(Manifest(1, {}, {file: 1}))
 
 
-def test_the_command_reads_urls_and_writes_folders(bucket: Bucket, tmp_path: Path, capsys) -> None:
+def test_the_command_reads_urls_and_writes_folders(bucket, tmp_path, capsys):
     bucket.enter()
     run_ranks(2, save_steps, bucket, (1,))
     assert main(["checkpoint", "verify", bucket.url, "--json"]) == 0
@@ -244,7 +237,7 @@ def read_data(rank: int, world: int, bucket: Bucket) -> tuple[int, bytes]:
     return corpus.num_files, bytes(corpus.train) + bytes(corpus.heldout)
 
 
-def test_data_under_a_url_is_downloaded_once_by_one_rank_of_a_host_and_read_by_all(bucket: Bucket) -> None:
+def test_data_under_a_url_is_downloaded_once_by_one_rank_of_a_host_and_read_by_all(bucket):
     for name in ("a.txt", "below/b.txt"):
         bucket.fs.pipe_file(bucket.path(f"text/{name}"), name.encode() * 50)
     (found, text), other = run_ranks(2, read_data, bucket)
@@ -271,6 +264,6 @@ def save_and_resume_in_memory(rank: int, world: int) -> int:
     return restored.step
 
 
-def test_one_rank_saves_to_memory_and_resumes_from_it(tmp_path: Path, monkeypatch) -> None:
+def test_one_rank_saves_to_memory_and_resumes_from_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert run_ranks(1, save_and_resume_in_memory) == [7]

@@ -61,7 +61,7 @@ def flip(folder: Path, key: str) -> str:
     return piece.file
 
 
-def test_inspect_lists_tensors_and_finds_nan_and_constant_ones(folder: Path) -> None:
+def test_inspect_lists_tensors_and_finds_nan_and_constant_ones(folder):
     seen = inspect(folder)
     assert (seen.step, seen.exit_code, seen.suspicious) == (2, 0, ())
     by_key = {t.key: t for t in seen.tensors}
@@ -76,15 +76,12 @@ def test_inspect_lists_tensors_and_finds_nan_and_constant_ones(folder: Path) -> 
         bad.down.bias[2] = torch.nan
     save(folder / "bad", model=bad, step=1)
     seen = inspect(folder / "bad")
-    assert seen.suspicious == (
-        "model/down.bias: 1 NaN",
-        "model/down.weight: all elements are 3.0",
-        "model/up.weight: all elements are 0.0",
-    )
+    alike = ("model/down.weight: all elements are 3.0", "model/up.weight: all elements are 0.0")
+    assert seen.suspicious == ("model/down.bias: 1 NaN", *alike)
     assert seen.exit_code == 1
 
 
-def test_verify_names_all_damage(folder: Path) -> None:
+def test_verify_names_all_damage(folder):
     assert (verify(folder).exit_code, verify(folder).num_unchecked) == (0, 0)
     latest = folder / "step-000002"
     files = [flip(latest, key) for key in ("model/up.weight", "optimizer/down.bias/exp_avg")]
@@ -94,7 +91,7 @@ def test_verify_names_all_damage(folder: Path) -> None:
         assert f"{file}: {key}" in fault
 
 
-def test_diff_compares_bits_whatever_the_pieces(folder: Path, tmp_path: Path) -> None:
+def test_diff_compares_bits_whatever_the_pieces(folder, tmp_path):
     assert diff(folder / "step-000001", folder / "step-000001").exit_code == 0
     other = diff(folder / "step-000001", folder / "step-000002")
     assert other.exit_code == 1
@@ -105,7 +102,7 @@ def test_diff_compares_bits_whatever_the_pieces(folder: Path, tmp_path: Path) ->
     assert diff(folder / "step-000001", tmp_path / "four").exit_code == 0
 
 
-def test_a_consolidated_model_computes_the_same_in_plain_pytorch(folder: Path) -> None:
+def test_a_consolidated_model_computes_the_same_in_plain_pytorch(folder):
     (file,) = consolidate(folder, folder / "out")
     assert file.name == "model.safetensors"
     plain = net(99)
@@ -118,17 +115,11 @@ def test_a_consolidated_model_computes_the_same_in_plain_pytorch(folder: Path) -
         consolidate(folder, folder / "out")
 
 
-def test_consolidate_splits_converts_and_copies_tied_weights(folder: Path) -> None:
+def test_consolidate_splits_converts_and_copies_tied_weights(folder):
     calls = []
     out = folder / "out"
-    files = consolidate(
-        folder,
-        out,
-        dtype=torch.bfloat16,
-        max_file_nbytes=200,
-        tied_copies=True,
-        progress=lambda done, total: calls.append((done, total)),
-    )
+    options = {"dtype": torch.bfloat16, "max_file_nbytes": 200, "tied_copies": True}
+    files = consolidate(folder, out, **options, progress=lambda done, total: calls.append((done, total)))
     assert len(files) > 1
     assert (out / "model.safetensors.index.json").exists()
     state = {k: v for file in files for k, v in load_file(file).items()}
@@ -138,7 +129,7 @@ def test_consolidate_splits_converts_and_copies_tied_weights(folder: Path) -> No
     assert calls[-1][0] == calls[-1][1] == sum(v.nbytes for v in expected.values())
 
 
-def test_convert_goes_round_all_formats_and_back(folder: Path, tmp_path: Path) -> None:
+def test_convert_goes_round_all_formats_and_back(folder, tmp_path):
     at = folder
     # safetensors last but one: it has no place for the second name of a tied weight.
     formats = (Format.TORCH, Format.FAIRSCALE, Format.DCP, Format.XLA, Format.SAFETENSORS, Format.SHARDWRIGHT)
@@ -161,7 +152,7 @@ def test_convert_goes_round_all_formats_and_back(folder: Path, tmp_path: Path) -
     assert not list(tmp_path.glob(".torn*")) and not (tmp_path / "damaged").exists()
 
 
-def test_a_damaged_checkpoint_is_not_consolidated(folder: Path) -> None:
+def test_a_damaged_checkpoint_is_not_consolidated(folder):
     flip(folder / "step-000002", "model/up.weight")
     with pytest.raises(CheckpointError, match=r"model/up.weight is damaged"):
         consolidate(folder, folder / "out")
@@ -169,7 +160,7 @@ def test_a_damaged_checkpoint_is_not_consolidated(folder: Path) -> None:
     assert not list(folder.glob(".torn*"))
 
 
-def test_the_ten_lines_of_numpy_in_the_docs_read_every_tensor(folder: Path) -> None:
+def test_the_ten_lines_of_numpy_in_the_docs_read_every_tensor(folder):
     block = re.search(r"ten lines of NumPy\n\n```python\n(.*?)```", DOCS.read_text(), re.S)
     assert block is not None
     names: dict = {}
@@ -181,7 +172,7 @@ def test_the_ten_lines_of_numpy_in_the_docs_read_every_tensor(folder: Path) -> N
     assert len(block[1].partition("def")[2].strip().splitlines()) <= 10
 
 
-def test_each_shard_file_opens_with_the_plain_library(folder: Path) -> None:
+def test_each_shard_file_opens_with_the_plain_library(folder):
     seen: dict[str, int] = {}
     for file in sorted((folder / "step-000002").glob("*.safetensors")):
         for key, value in load_file(file).items():
