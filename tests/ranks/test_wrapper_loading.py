@@ -2,19 +2,14 @@
 rank 0 alone has loaded, keys that modules rename, names without the wrapper's."""
 
 import copy
+import functools
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.tensor import DTensor
@@ -57,6 +52,10 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> to
     return optimizer
 
 
+def whole_of(model: nn.Module, optimizer: torch.optim.Optimizer, **options):
+    return FSDP.full_optim_state_dict(model, optimizer, rank0_only=False, **options)
+
+
 def momentum(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
@@ -74,9 +73,7 @@ def same_states(one, other):
 def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_by_name(rank, flat, tmp_path):
     folder = str(tmp_path / "checkpoint")
     model = by_layer(alike(), flat)
-    expected = FSDP.full_optim_state_dict(
-        model, stepped(model, momentum(model.parameters()), rank), rank0_only=False
-    )
+    expected = whole_of(model, stepped(model, momentum(model.parameters()), rank))
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         model = by_layer(alike(), flat)
         params = list(model.parameters())
@@ -88,15 +85,15 @@ def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_
         params = list(other.parameters())
         fresh = momentum(params if rank else [*params[1:], params[0]])
         fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, found))
-        same_states(FSDP.full_optim_state_dict(other, fresh, rank0_only=False), expected)
-        whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        same_states(whole_of(other, fresh), expected)
+        whole = whole_of(model, optimizer)
         ready = FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer)
         optimizer.load_state_dict(ready)
-        same_states(FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), expected)
+        same_states(whole_of(model, optimizer), expected)
     checkpoint.save(folder, model=model, optimizer=optimizer, step=1)
     fresh = momentum(params if rank else reversed(params))
     checkpoint.load(folder, model=other, optimizer=fresh)
-    same_states(FSDP.full_optim_state_dict(other, fresh, rank0_only=False), expected)
+    same_states(whole_of(other, fresh), expected)
 
 
 @FLAT
@@ -104,7 +101,7 @@ def test_an_optimizer_that_lists_parameters_in_another_order_on_a_rank_is_saved_
 def test_ranks_whose_optimizers_have_state_of_other_parameters_all_learn_it(rank, flat):
     model = by_layer(alike(), flat)
     optimizer = stepped(model, momentum(model.parameters()), rank)
-    whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    whole = whole_of(model, optimizer)
     if rank:
         optimizer.state.pop(list(model.parameters())[-1])
     with pytest.raises(Diverged, match=r"different states.*\n.*rank 0: '2\.(_flat_param|bias)'"):
@@ -112,7 +109,7 @@ def test_ranks_whose_optimizers_have_state_of_other_parameters_all_learn_it(rank
     if rank:
         del whole["state"]["1.weight"], whole["state"]["1.bias"]
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    sharded = get_optimizer_state_dict(model, stepped(model, momentum(model.parameters()), rank))
+    sharded = torchs.get_optimizer_state_dict(model, stepped(model, momentum(model.parameters()), rank))
     if rank:
         del sharded["state"]["1.weight"], sharded["state"]["1.bias"]
     if flat:
@@ -126,7 +123,7 @@ def test_ranks_whose_optimizers_have_state_of_other_parameters_all_learn_it(rank
 def test_a_state_that_rank_0_alone_has_is_sent_to_the_others(rank, flat):
     model = by_layer(alike(), flat)
     optimizer = stepped(model, torch.optim.Adam(model.parameters(), lr=0.1), rank)
-    expected = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    expected = whole_of(model, optimizer)
     for config in (RANK0, None):
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, RANK0):
             state = FSDP.optim_state_dict(model, optimizer)
@@ -137,7 +134,7 @@ def test_a_state_that_rank_0_alone_has_is_sent_to_the_others(rank, flat):
             ready = FSDP.optim_state_dict_to_load(other, fresh, state, load_directly=True)
         assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
         assert ready["param_groups"][0]["params"] == list(range(len(list(other.parameters()))))
-        same_states(FSDP.full_optim_state_dict(other, fresh, rank0_only=False), expected)
+        same_states(whole_of(other, fresh), expected)
     with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT, None, RANK0):
         # What other ranks have isn't looked at, as in torch.
         given = expected if rank == 0 else {"state": {}, "param_groups": []}
@@ -152,10 +149,9 @@ def as_older(value):
     if not isinstance(value, DTensor):
         return value
     rows = value.to_local()
-    first = sum(each for each in sizes_before(rows.shape[0]))
-    metadata = torch.distributed._shard.metadata.ShardMetadata(
-        [first, *[0] * (rows.ndim - 1)], list(rows.shape), f"rank:{dist.get_rank()}/cpu"
-    )
+    begin = [sum(sizes_before(rows.shape[0])), *[0] * (rows.ndim - 1)]
+    place = f"rank:{dist.get_rank()}/cpu"
+    metadata = torch.distributed._shard.metadata.ShardMetadata(begin, list(rows.shape), place)
     shard = torch.distributed._shard.sharded_tensor.Shard(rows, metadata)
     return ShardedTensor._init_from_local_shards([shard] if len(rows) else [], *value.shape)
 
@@ -172,15 +168,15 @@ def test_every_form_of_an_optimizers_state_that_torch_takes_is_taken(rank, flat)
     model = by_layer(alike(), flat)
     params = list(model.parameters())
     optimizer = stepped(model, torch.optim.Adam(params, lr=0.1), rank)
-    whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    whole = whole_of(model, optimizer)
     # What the optimizer was built from, in place of it; neither: model.parameters().
     for given in ([{"params": params}], params, iter(params)):
-        found = FSDP.full_optim_state_dict(model, optimizer, optim_input=given, rank0_only=False)
+        found = whole_of(model, optimizer, optim_input=given)
         same_states(found, whole)
     for given in ({"optim_input": params}, {"optim": optimizer}, {}):
         fresh = torch.optim.Adam(params, lr=0.5)
         fresh.load_state_dict(FSDP.shard_full_optim_state_dict(whole, model, **given))
-        same_states(FSDP.full_optim_state_dict(model, fresh, rank0_only=False), whole)
+        same_states(whole_of(model, fresh), whole)
     with pytest.raises(InputError, match="optim_input has no parameters"):
         FSDP.shard_full_optim_state_dict(whole, model, optim_input=iter(()))
     # Without groups, and with state that is of no parameter.
@@ -200,26 +196,20 @@ def test_every_form_of_an_optimizers_state_that_torch_takes_is_taken(rank, flat)
     for _ in range(2):
         plain(torch.ones(1, 4)).sum().backward()
         backwards.step()
-    named = FSDP.rekey_optim_state_dict(
-        backwards.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=backwards
-    )
+    keys, rekey = OptimStateKeyType, FSDP.rekey_optim_state_dict
+    named = rekey(backwards.state_dict(), keys.PARAM_NAME, plain, optim=backwards)
+    forwards = momentum(plain.parameters())
+    forwards.load_state_dict(rekey(named, keys.PARAM_ID, plain, optim=forwards))
     for name, param in plain.named_parameters():
         expected = backwards.state[param]["momentum_buffer"]
-        assert torch.equal(named["state"][name]["momentum_buffer"], expected)
-    forwards = momentum(plain.parameters())
-    forwards.load_state_dict(
-        FSDP.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, plain, optim=forwards)
-    )
-    for param in plain.parameters():
-        assert torch.equal(
-            forwards.state[param]["momentum_buffer"], backwards.state[param]["momentum_buffer"]
-        )
-    by_number = FSDP.rekey_optim_state_dict(whole, OptimStateKeyType.PARAM_ID, plain)
+        for found in (named["state"][name], forwards.state[param]):
+            assert torch.equal(found["momentum_buffer"], expected)
+    by_number = rekey(whole, keys.PARAM_ID, plain)
     with pytest.raises(InputError, match="rekey_optim_state_dict"):
         FSDP.optim_state_dict_to_load(model, optimizer, by_number)
     if flat:
         with pytest.raises(InputError, match="takes the model that isn't wrapped"):
-            FSDP.rekey_optim_state_dict(whole, OptimStateKeyType.PARAM_ID, model)
+            rekey(whole, keys.PARAM_ID, model)
     # What torch's older checkpoints load: shards that aren't DTensors.
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         sharded = FSDP.optim_state_dict(model, optimizer)
@@ -227,7 +217,7 @@ def test_every_form_of_an_optimizers_state_that_torch_takes_is_taken(rank, flat)
         fresh = torch.optim.Adam(params, lr=0.5)
         ready = FSDP.optim_state_dict_to_load(model, fresh, {**sharded, "state": older})
     fresh.load_state_dict(ready)
-    same_states(FSDP.full_optim_state_dict(model, fresh, rank0_only=False), whole)
+    same_states(whole_of(model, fresh), whole)
 
 
 # ---- names and memory of the model's state
@@ -253,23 +243,16 @@ def test_keys_that_a_module_renames_while_it_is_loaded_are_found():
         return nn.Sequential(layers, weight_norm(nn.Linear(5, 3)), nn.Linear(3, 3))
 
     expected = make(0).state_dict()
-    former = {
-        name.replace("0.0.", "0.linear_0.")
-        .replace("0.1.", "0.linear_1.")
-        .replace("parametrizations.weight.original0", "weight_g")
-        .replace("parametrizations.weight.original1", "weight_v"): value
-        for name, value in expected.items()
-    }
+    renamed = {"0.0.": "0.linear_0.", "0.1.": "0.linear_1."}
+    renamed |= {f"parametrizations.weight.original{i}": f"weight_{kind}" for i, kind in enumerate("gv")}
+    former = dict(expected)
+    for now, then in renamed.items():
+        former = {name.replace(now, then): value for name, value in former.items()}
     assert len(former.keys() - expected.keys()) == 6
     inside = ModuleWrapPolicy({Renames})
-    ways = [
-        fully_shard,
-        FSDP,
-        lambda model: FSDP(model, auto_wrap_policy=inside),
-        lambda model: FSDP(model, use_orig_params=False),
-        lambda model: FSDP(model, auto_wrap_policy=inside, use_orig_params=False),
-    ]
-    for way in ways:
+    flat = {"use_orig_params": False}
+    options = ({}, {"auto_wrap_policy": inside}, flat, {"auto_wrap_policy": inside, **flat})
+    for way in (fully_shard, *(functools.partial(FSDP, **each) for each in options)):
         for assign in (False, True):
             model = way(make(1))
             before = sum(len(each._load_state_dict_pre_hooks) for each in model.modules())
@@ -362,13 +345,13 @@ def test_a_wrapper_in_two_places_and_one_around_another_are_saved_and_loaded(ran
 
 
 OPTIONS = [
-    StateDictOptions(),
-    StateDictOptions(full_state_dict=True),
-    StateDictOptions(full_state_dict=True, cpu_offload=True),
-    StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    StateDictOptions(cpu_offload=True),
-    StateDictOptions(flatten_optimizer_state_dict=True),
-    StateDictOptions(ignore_frozen_params=True, strict=False),
+    torchs.StateDictOptions(),
+    torchs.StateDictOptions(full_state_dict=True),
+    torchs.StateDictOptions(full_state_dict=True, cpu_offload=True),
+    torchs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    torchs.StateDictOptions(cpu_offload=True),
+    torchs.StateDictOptions(flatten_optimizer_state_dict=True),
+    torchs.StateDictOptions(ignore_frozen_params=True, strict=False),
 ]
 
 
@@ -388,28 +371,26 @@ def test_torchs_functions_take_a_wrapped_model_with_every_option(rank, world, fl
     loss_of(model, batches(0, world)[rank]).backward()
     optimizer.step()
     optimizer.zero_grad()
-    whole = get_model_state_dict(model, options=OPTIONS[1])
-    expected = get_optimizer_state_dict(model, optimizer, options=OPTIONS[1])
+    whole = torchs.get_model_state_dict(model, options=OPTIONS[1])
+    expected = torchs.get_optimizer_state_dict(model, optimizer, options=OPTIONS[1])
     assert whole.keys() == build().state_dict().keys()
     for options in OPTIONS:
         other, fresh = make(8)
-        state = get_model_state_dict(model, options=options)
+        state = torchs.get_model_state_dict(model, options=options)
         alone = options.full_state_dict and options.cpu_offload
         assert bool(state) == (not alone or rank == 0)
         assert all(isinstance(v, DTensor) != options.full_state_dict for k, v in state.items() if "up" in k)
         assert ("norm.weight" in state) == (bool(state) and not options.ignore_frozen_params)
-        optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
-        if alone or options.broadcast_from_rank0:
-            state = state if rank == 0 else {}
-            loading = OPTIONS[3]
-        else:
-            loading = options
-        set_model_state_dict(other, state, options=loading)
-        set_optimizer_state_dict(other, fresh, optimizer_state, options=options)
-        found = get_model_state_dict(other, options=OPTIONS[1])
+        optimizer_state = torchs.get_optimizer_state_dict(model, optimizer, options=options)
+        from_rank0 = alone or options.broadcast_from_rank0
+        state = {} if from_rank0 and rank else state
+        loading = OPTIONS[3] if from_rank0 else options
+        torchs.set_model_state_dict(other, state, options=loading)
+        torchs.set_optimizer_state_dict(other, fresh, optimizer_state, options=options)
+        found = torchs.get_model_state_dict(other, options=OPTIONS[1])
         frozen = {"norm.weight", "norm.bias"} if options.ignore_frozen_params else set()
         assert all(torch.equal(found[name], whole[name]) for name in whole.keys() - frozen)
-        same_states(get_optimizer_state_dict(other, fresh, options=OPTIONS[1]), expected)
+        same_states(torchs.get_optimizer_state_dict(other, fresh, options=OPTIONS[1]), expected)
         loss_of(other, batches(0, world)[rank]).backward()
         fresh.step()
 
@@ -420,14 +401,14 @@ def test_torchs_functions_still_take_torchs_own_wrapper(rank):
     warnings.simplefilter("ignore")
     model = TorchsFSDP(alike(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = stepped(model, torch.optim.Adam(model.parameters(), lr=0.1), rank)
-    state, entry = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    state, entry = torchs.get_model_state_dict(model), torchs.get_optimizer_state_dict(model, optimizer)
     assert state.keys() == entry["state"].keys() == alike().state_dict().keys()
-    set_model_state_dict(model, state)
-    set_optimizer_state_dict(model, optimizer, entry)
+    torchs.set_model_state_dict(model, state)
+    torchs.set_optimizer_state_dict(model, optimizer, entry)
     plain = alike()
-    assert get_model_state_dict(plain).keys() == state.keys()
+    assert torchs.get_model_state_dict(plain).keys() == state.keys()
     sharded = fully_shard(alike())
-    assert get_model_state_dict(sharded).keys() == state.keys()
+    assert torchs.get_model_state_dict(sharded).keys() == state.keys()
 
 
 # ---- two dimensions
