@@ -93,11 +93,10 @@ def test_more_ranks_than_two_train_as_ddp(world):
     run_ranks(world, trains, nested, build, 2, cases)
 
 
+# P13 P14 P24
 @pytest.mark.parametrize("offload", [None, CPUOffload(True)], ids=["on the device", "offloaded"])
 @on_ranks(2)
-def test_an_optimizer_built_after_wrapping_and_before_the_move_steps_what_was_moved(
-    rank, world, offload
-):  # P13 P14 P24
+def test_an_optimizer_built_after_wrapping_and_before_the_move_steps_what_was_moved(rank, world, offload):
     model = nested(build(), cpu_offload=offload)
     ours, theirs = Run.of(model), Run.of(build())
     for _ in range(2):  # before the first step, and with momentum
@@ -160,13 +159,8 @@ def test_a_root_without_parameters_of_its_own_trains_as_ddp(rank, world):  # P31
 @on_ranks(2)
 def test_group_offload_and_prefetch_may_be_given_for_each_wrapper(rank, world):  # P38 P45
     alone = [dist.new_group([each]) for each in range(world)][rank]
-    policy = CustomPolicy(
-        lambda m: (
-            {"process_group": alone, "cpu_offload": CPUOffload(True), "backward_prefetch": None}
-            if isinstance(m, nn.LayerNorm)
-            else isinstance(m, nn.Linear)
-        )
-    )
+    of_norm = {"process_group": alone, "cpu_offload": CPUOffload(True), "backward_prefetch": None}
+    policy = CustomPolicy(lambda m: of_norm if isinstance(m, nn.LayerNorm) else isinstance(m, nn.Linear))
     model = FSDP(build(), auto_wrap_policy=policy)
     norm, linear = model.norm, model.head
     assert (norm.cpu_offload.offload_params, norm.backward_prefetch) == (True, None)
@@ -174,15 +168,13 @@ def test_group_offload_and_prefetch_may_be_given_for_each_wrapper(rank, world): 
     assert norm.weight.to_local().shape == norm.weight.shape
     assert linear.weight.to_local().shape[0] < linear.weight.shape[0]
     # Offloaded or not by each wrapper's own word, also where one group holds both kinds of ranks' parts.
-    norms = CustomPolicy(
-        lambda m: {"cpu_offload": CPUOffload(True)} if isinstance(m, nn.LayerNorm) else False
-    )
+    offload = {"cpu_offload": CPUOffload(True)}
+    norms = CustomPolicy(lambda m: offload if isinstance(m, nn.LayerNorm) else False)
     mixed = FSDP(build(), auto_wrap_policy=norms)
     offloaded = {p.fqn: p.split.on_host for unit in units_in(mixed) for p in unit.params}
     assert any(offloaded.values()) and not all(offloaded.values())
-    wrapped = {
-        id(p) for m in FSDP.fsdp_modules(mixed) if m.cpu_offload.offload_params for p in m.parameters()
-    }
+    offloading = [each for each in FSDP.fsdp_modules(mixed) if each.cpu_offload.offload_params]
+    wrapped = {id(param) for each in offloading for param in each.parameters()}
     shards = [p for unit in units_in(mixed) for p in unit.params]
     own = {id(p) for p in mixed.parameters()} - wrapped
     assert all(p.split.on_host == (id(p.sharded) not in own) for p in shards)
@@ -258,12 +250,11 @@ def test_parts_that_are_wrapped_and_dropped_before_the_root_leave_nothing(rank, 
     beside_ddp(lambda: plain, FSDP(model), rank, world)
 
 
+# P47
 @pytest.mark.each_case
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(2)
-def test_one_hook_on_an_output_that_stays_and_changes_after_wrapping_are_seen(
-    rank, world, use_orig_params
-):  # P47
+def test_one_hook_on_an_output_that_stays_and_changes_after_wrapping_are_seen(rank, world, use_orig_params):
     model = nested(build(), use_orig_params=use_orig_params)
     tokens = batches(0, world)[rank]
     for _ in range(2):
@@ -298,12 +289,10 @@ class AnyOrder(Decoder):
 
 def gathered_in_backward(runtime):
     """``(moment, group at that moment, group gathered first)`` of each all-gather of the last backward."""
-    return [
-        (event.kind, event.group, action.group)
-        for event, actions in last_trace(runtime.table.labels).schedule().phases[Phase.BACKWARD]
-        for action in actions
-        if action.kind is ActionKind.UNSHARD
-    ]
+    backward = last_trace(runtime.table.labels).schedule().phases[Phase.BACKWARD]
+    planned = [(event, action) for event, actions in backward for action in actions]
+    unshards = [(event, action) for event, action in planned if action.kind is ActionKind.UNSHARD]
+    return [(event.kind, event.group, action.group) for event, action in unshards]
 
 
 def expected_in_backward(prefetch, ran, bucket_cap_mb):
@@ -316,13 +305,12 @@ def expected_in_backward(prefetch, ran, bucket_cap_mb):
     return [(at, last, middle), (at, middle, first)][: 1 if bucket_cap_mb else 2]
 
 
-@pytest.mark.parametrize(
-    "bucket_cap_mb", [25, 0]
-)  # the last alone in make test: each collective has one group
+# P1 P4 P5 P9. Of the caps the last alone runs in make test: each collective has one group.
+@pytest.mark.parametrize("bucket_cap_mb", [25, 0])
 @on_ranks(2)
 def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exact(
     rank, world, bucket_cap_mb
-):  # P1 P4 P5 P9
+):
     gathered = Counter()
     real = ParamGroup.fill
 

@@ -11,8 +11,9 @@ from shardwright import SchedulePolicy
 from shardwright.errors import CommError
 from shardwright.wrapper import FSDP
 from tests.ranks import quantised
-from tests.ranks.models import Decoder, batches, full, loss_of
+from tests.ranks.models import batches, full, loss_of
 from tests.ranks.pool import on_ranks, run_ranks
+from tests.ranks.test_wrapper_harness import AnyOrder
 from tests.ranks.wrapped import nested
 
 
@@ -121,24 +122,12 @@ def test_whole_parameters_of_a_quantised_model_are_its_codes_and_are_read_as_wei
     assert all((param.grad is not None) == ("adapter" in name) for name, param in model.named_parameters())
 
 
-class OwnOrder(Decoder):
-    """Blocks that run in an order of this rank's own."""
-
-    order = (0, 1, 2)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for place in self.order:
-            x = self.blocks[place](x)
-        return self.head(self.norm(x))
-
-
 ORDERS = ((0, 1, 2), (1, 0, 2))  # blocks 0 and 1 are groups
 
 
 def in_own_order(agreement):
     torch.manual_seed(7)
-    model = nested(OwnOrder())
+    model = nested(AnyOrder())
     model.set_schedule_policy(SchedulePolicy(agreement=agreement, bucket_cap_mb=0))
     return model
 
@@ -147,7 +136,7 @@ def in_own_order(agreement):
 def test_ranks_in_other_orders_are_exact_from_the_first_iteration_on_evaluations_included(rank, world):
     model = in_own_order("strict")
     torch.manual_seed(7)
-    reference = OwnOrder()
+    reference = AnyOrder()
     model.module.order = ORDERS[rank]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference)]
     for step in range(4):
