@@ -80,9 +80,8 @@ def test_a_checkpoint_wrapper_changes_no_name_no_number_and_no_method(rank, worl
         for name, entry in state["state"].items():
             same_state(entry, expected_state["state"][name])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, expected_state))
-        expected_optimizer.load_state_dict(
-            FSDP.optim_state_dict_to_load(expected_model, expected_optimizer, state)
-        )
+        ready = FSDP.optim_state_dict_to_load(expected_model, expected_optimizer, state)
+        expected_optimizer.load_state_dict(ready)
 
         @torch.no_grad()
         def fill(module):

@@ -27,12 +27,8 @@ def flat(shape):
 @on_ranks(2, 3)
 def test_a_flat_parameter_is_cut_evenly_and_modules_show_shapes_at_rest(rank, world):
     model, plain = flat(nested)(build()), build()
-    assert [name for name, _ in model.named_parameters()] == [
-        "_flat_param",
-        "blocks.0._flat_param",
-        "blocks.1._flat_param",
-        "blocks.1.up._flat_param",
-    ]
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [f"{path}_flat_param" for path in ("", "blocks.0.", "blocks.1.", "blocks.1.up.")]
     sizes = [p.to_local().numel() for p in model.parameters()]
     wholes = [p.numel() for p in model.parameters()]
     assert sum(wholes) == sum(p.numel() for p in plain.parameters())
@@ -129,10 +125,8 @@ def test_a_checkpoint_takes_flat_parameters_under_the_names_of_the_model(rank, w
         checkpoint.load(f"{folder}{place}", model=other, optimizer=fresh)
         same_state(other.state_dict(), model.state_dict())
         loss_of(other, batches(1, world)[rank]).backward()
-        found, expected = (
-            FSDP.full_optim_state_dict(m, o, rank0_only=False)["state"]
-            for m, o in ((other, fresh), (model, optimizer))
-        )
+        found = FSDP.full_optim_state_dict(other, fresh, rank0_only=False)["state"]
+        expected = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
         for name in expected:
             same_state(found[name], expected[name])
 

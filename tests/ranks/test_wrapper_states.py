@@ -76,16 +76,14 @@ def test_optimizer_states_by_name_go_into_another_optimizer_and_a_plain_one(rank
     plain = build()
     numbered = FSDP.rekey_optim_state_dict(whole, OptimStateKeyType.PARAM_ID, plain)
     torch.optim.Adam(plain.parameters()).load_state_dict(numbered)
-    assert FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, plain)["state"].keys() == (
-        whole["state"].keys()
-    )
+    named = FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, plain)
+    assert named["state"].keys() == whole["state"].keys()
     config = FullOptimStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
         assert bool(FSDP.optim_state_dict(model, optimizer)) == (rank == 0)
     assert bool(FSDP.full_optim_state_dict(model, optimizer)) == (rank == 0)
-    ready = FSDP.shard_full_optim_state_dict(
-        FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), model, optim=optimizer
-    )
+    full_state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    ready = FSDP.shard_full_optim_state_dict(full_state, model, optim=optimizer)
     optimizer.load_state_dict(ready)
     with pytest.raises(InputError, match="not the model's"):
         FSDP.optim_state_dict(model, torch.optim.Adam(build().parameters()))
@@ -184,12 +182,9 @@ def test_a_plain_module_around_wrappers_loads_what_it_saves():
     for kind in StateDictType:
         for flat in (False, True):
             torch.manual_seed(1)
-            other = nn.Sequential(
-                FSDP(nn.Linear(5, 3), use_orig_params=not flat), nn.Linear(3, 3), nested(build(1))
-            )
-            again = nn.Sequential(
-                FSDP(nn.Linear(5, 3), use_orig_params=not flat), nn.Linear(3, 3), nested(build(2))
-            )
+            wrapped = (FSDP(nn.Linear(5, 3), use_orig_params=not flat) for _ in range(2))
+            other = nn.Sequential(next(wrapped), nn.Linear(3, 3), nested(build(1)))
+            again = nn.Sequential(next(wrapped), nn.Linear(3, 3), nested(build(2)))
             with FSDP.state_dict_type(other, kind), FSDP.state_dict_type(again, kind):
                 saved = {name: value.detach().clone() for name, value in other.state_dict().items()}
                 assert not any(again.load_state_dict(saved))

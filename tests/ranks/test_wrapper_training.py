@@ -106,14 +106,9 @@ def test_policies_wrap_what_torchs_do():
     assert wrapped(ModuleWrapPolicy({Block})) == blocks
     assert wrapped(partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})) == blocks
     assert wrapped(partial(size_based_auto_wrap_policy, min_num_params=700)) == blocks
-    chosen = FSDP(
-        build(),
-        auto_wrap_policy=CustomPolicy(
-            lambda m: (
-                {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(m, nn.Linear) else False
-            )
-        ),
-    )
+    keeps = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    linear = CustomPolicy(lambda m: keeps if isinstance(m, nn.Linear) else False)
+    chosen = FSDP(build(), auto_wrap_policy=linear)
     found = FSDP.fsdp_modules(chosen)
     assert [w.sharding_strategy.name for w in found] == ["FULL_SHARD"] + ["SHARD_GRAD_OP"] * 7
     assert [w.check_is_root() for w in found] == [True] + [False] * 7
