@@ -20,22 +20,8 @@ from bench.rank import Job
 from bench.step import RankError, Ranks
 
 ROOT = Path(__file__).parents[2]
-TINY = [
-    "--layers",
-    "2",
-    "--width",
-    "64",
-    "--vocab",
-    "256",
-    "--sequence",
-    "32",
-    "--batch",
-    "2",
-    "--blocks",
-    "1",
-    "--steps",
-    "1",
-]
+SIZES = {"layers": 2, "width": 64, "vocab": 256, "sequence": 32, "batch": 2, "blocks": 1, "steps": 1}
+TINY = [f"--{option}={value}" for option, value in SIZES.items()]
 
 
 def namespaces() -> str:
@@ -83,9 +69,8 @@ def test_the_bench_of_entropy_prints_a_row_for_each_class_of_tensors_and_for_eac
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="the extra wire isn't installed")
 def test_the_bench_of_differences_compares_bit_for_bit_at_each_rate_and_sends_fewer_bytes():
-    found = re.findall(
-        r"lr (\S+): 6 steps .* equal bit for bit; MiB a step (\S+) plain, (\S+) diff", toy("difference.py")
-    )
+    line = r"lr (\S+): 6 steps .* equal bit for bit; MiB a step (\S+) plain, (\S+) diff"
+    found = re.findall(line, toy("difference.py"))
     assert [rate for rate, _, _ in found] == ["0.001", "0.0001", "1e-05"]
     assert all(float(fewer) < 0.6 * float(plain) for _, plain, fewer in found)
 
@@ -110,11 +95,8 @@ def test_a_shaped_link_is_made_and_removed_also_after_an_error(world):
         with places("1gbit", world) as homes:
             mine = f"{PREFIX}-{os.getpid()}-"
             assert namespaces().count(mine) == (2 if world == 2 else world + 1)
-            shaped = subprocess.run(
-                [*homes[0].prefix, "tc", "qdisc", "show", "dev", homes[0].interface],
-                capture_output=True,
-                text=True,
-            )
+            words = [*homes[0].prefix, "tc", "qdisc", "show", "dev", homes[0].interface]
+            shaped = subprocess.run(words, capture_output=True, text=True)
             assert "tbf" in shaped.stdout and "rate 1Gbit" in shaped.stdout
             ping = [*homes[0].prefix, "ip", "-brief", "addr", "show", "up"]
             assert "10.77.0.1/24" in subprocess.run(ping, capture_output=True, text=True).stdout
@@ -135,10 +117,8 @@ def test_a_delay_that_the_kernel_cannot_make_is_refused_and_leaves_nothing(monke
             raise LinkError("Specified qdisc kind is unknown.")
 
     monkeypatch.setattr(links, "_tc", without_netem)
-    with (
-        pytest.raises(LinkError, match="needs the kernel's netem queue"),
-        places("1gbit+0.5ms", 2),
-    ):
+    refused = pytest.raises(LinkError, match="needs the kernel's netem queue")
+    with refused, places("1gbit+0.5ms", 2):
         pass
     assert f"{PREFIX}-{os.getpid()}-" not in namespaces()
 
