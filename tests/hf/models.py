@@ -1,16 +1,20 @@
 """Models of transformers, small, from their configurations; written by its own ``save_pretrained``."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 FURTHER = {
@@ -19,33 +23,23 @@ FURTHER = {
     "gemma3": transformers.Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8),
     "phi": transformers.PhiConfig(**SIZES),
     "phi3": transformers.Phi3Config(**SIZES),
-    "qwen2_moe": transformers.Qwen2MoeConfig(
-        **SIZES,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=32,
-    ),
+    "qwen2_moe": transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=32),
 }
 """Families that only ``test_families.py`` goes through."""
 
 
 def config(kind: str) -> transformers.PretrainedConfig:
     """``kind`` with two layers."""
-    if kind == "llama":
-        return transformers.LlamaConfig(**SIZES)
-    if kind == "qwen3":
-        return transformers.Qwen3Config(**SIZES, head_dim=8)
-    if kind == "mistral":
-        return transformers.MistralConfig(**SIZES)
-    if kind == "mixtral":
-        return transformers.MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2)
-    if kind == "qwen3_moe":
-        return transformers.Qwen3MoeConfig(
-            **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-        )
-    if kind == "gemma":
-        return transformers.GemmaConfig(**SIZES, head_dim=8)
+    makes = {
+        "llama": lambda: transformers.LlamaConfig(**SIZES),
+        "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8),
+        "mistral": lambda: transformers.MistralConfig(**SIZES),
+        "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8),
+        "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=8),
+    }
+    if kind in makes:
+        return makes[kind]()
     if kind in FURTHER:
         return FURTHER[kind]
     assert kind == "gpt2", kind
@@ -74,18 +68,53 @@ def whole(folder: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
+def loaded_whole(folder: Path) -> transformers.PreTrainedModel:
+    """The same, once it has been seen that the folder has every weight and no other."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, report = load(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    return model
+
+
+def without_a_file(folder: Path) -> str:
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    last.unlink()
+    return re.escape(last.name)
+
+
+def with_an_index_that_lies(folder: Path) -> str:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    places = index["weight_map"]
+    there = places["model.norm.weight"]
+    other = next(file for file in places.values() if file != there)
+    places |= {"model.norm.weight": other, "model.extra.weight": other}
+    path.write_text(json.dumps(index))
+    return r"(?s)disagree about 2 tensor\(s\).*model\.extra\.weight.*model\.norm"
+
+
+def with_a_tensor_of_another_shape(folder: Path) -> str:
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        if "model.norm.weight" in tensors:
+            (size,) = tensors["model.norm.weight"].shape
+            tensors["model.norm.weight"] = torch.ones(size - 1)
+            save_file(tensors, path, {"format": "pt"})
+            return rf"misshapen model/model\.norm\.weight: \[{size - 1}\] in the checkpoint, \[{size}\]"
+    raise AssertionError("no file has it")
+
+
+SPOILT = [without_a_file, with_an_index_that_lies, with_a_tensor_of_another_shape]
+"""What makes a folder one that is refused: each spoils it, and returns what is to be said."""
+
+
 def without_embedding(kind: str) -> tuple[transformers.PreTrainedModel, Callable[[int], dict]]:
     """A model whose ``get_input_embeddings`` raises, and what one rank gives it."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(7)
     if kind == "clip":
-        text = {
-            **sizes,
-            "vocab_size": 96,
-            "max_position_embeddings": 16,
-            "eos_token_id": 2,
-            "bos_token_id": 1,
-        }
+        text = {**sizes, "vocab_size": 96, "max_position_embeddings": 16}
+        text |= {"eos_token_id": 2, "bos_token_id": 1}
         vision = {**sizes, "image_size": 16, "patch_size": 8}
         clip = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
         return transformers.CLIPModel(clip), lambda rank: {

@@ -71,18 +71,13 @@ def merged_by_peft(base, adapter, codec, dtype):
     ],
 )
 def test_a_merged_model_is_bit_for_bit_what_peft_merges(tmp_path, capsys, kind, codec, dtype, options):
-    base, wanted = (
-        models.write(kind, tmp_path / "base"),
-        {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
-    )
+    base = models.write(kind, tmp_path / "base")
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     lora = Lora(("q_proj", "o_proj"), 3, 6, **options)
     exported = a_tuned_run(tmp_path / "run", base, {"quantise": codec, "dtype": dtype}, lora)
     assert cli.main(["merge", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert str(exported) in capsys.readouterr().out
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
-    assert not report["missing_keys"] and not report["unexpected_keys"]
+    model = models.loaded_whole(tmp_path / "out")
     theirs = dict(merged_by_peft(base, exported, codec, wanted).named_parameters())
     plain = dict(models.whole(base).named_parameters())
     changed = set()
@@ -120,9 +115,8 @@ def test_the_merged_model_of_each_epoch_of_qlora_has_its_held_out_loss_and_is_sa
     assert tokenizer.chat_template
 
     said = "3 + 1?"
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
-    )
+    asked = [{"role": "user", "content": said}]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     likeliest = written(model, tokenizer, text, 6)  # all that the model has positions for
     capsys.readouterr()
     monkeypatch.setattr("sys.stdin", iter_lines([said, "/new", said]))
@@ -207,9 +201,8 @@ def test_what_cannot_be_merged_is_refused_with_the_remedy(place, tmp_path, capsy
     head = a_tuned_run(tmp_path / "tied", tmp_path / "moved", {}, Lora(("q_proj",), 2))
     tensors = load_file(head / "adapter_model.safetensors")
     ends = {n.rpartition("q_proj.")[2]: t for n, t in tensors.items()}
-    save_file(
-        {f"base_model.model.lm_head.{n}": t for n, t in ends.items()}, head / "adapter_model.safetensors"
-    )
+    ends = {f"base_model.model.lm_head.{name}": tensor for name, tensor in ends.items()}
+    save_file(ends, head / "adapter_model.safetensors")
     assert "untie them in the base" in refusal(capsys, "merge", tmp_path / "tied", out)
     (head / "adapter_model.safetensors").write_bytes(b"cut")
     assert "adapter_model.safetensors: not readable" in refusal(capsys, "merge", tmp_path / "tied", out)
