@@ -26,15 +26,12 @@ from shardwright.plan.workload import OpKind
 from shardwright.quantized.codecs import codec_of
 from shardwright.recipe.resolve import resolve
 from shardwright.schedule.schedule import Phase
+from tests.hf import models
 from tests.hf.models import SIZES
 
 EIGHT = Cluster(DEVICES["H100"], 8)
 CONFIGS = {
-    "llama": transformers.LlamaConfig(**SIZES),
-    "qwen2": transformers.Qwen2Config(**SIZES),
-    "gemma": transformers.GemmaConfig(**SIZES, head_dim=8),
-    "mistral": transformers.MistralConfig(**SIZES),
-    "phi": transformers.PhiConfig(**SIZES),
+    **{kind: models.config(kind) for kind in ("llama", "qwen2", "gemma", "mistral", "phi")},
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 
@@ -46,20 +43,8 @@ def matmuls(work):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_of_transformers_is_planned_as_it_is(kind, tmp_path, capsys):
     CONFIGS[kind].save_pretrained(tmp_path)
-    words = (
-        str(tmp_path),
-        "--device",
-        "H100",
-        "--ranks",
-        "8",
-        "--sequence",
-        "16",
-        "--batch",
-        "2",
-        "--trace",
-        "--json",
-    )
-    assert main(["plan", *words]) == 0
+    sized = ("--device=H100", "--ranks=8", "--sequence=16", "--batch=2")
+    assert main(["plan", str(tmp_path), *sized, "--trace", "--json"]) == 0
     out = json.loads(capsys.readouterr().out)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind])
@@ -119,10 +104,8 @@ def test_a_recipe_of_fine_tuning_holds_what_its_run_expects_to_hold(name, tmp_pa
     path = tuned(tmp_path, name)
     sized = ["--sequence", "32", "--batch", "2", "--microbatches", "1"]
     out = tmp_path / "plan.toml"
-    assert (
-        main(["plan", str(path), "--device", "H100", "--ranks", "8", *sized, "--out", str(out), "--json"])
-        == 0
-    )
+    on = ("--device", "H100", "--ranks", "8")
+    assert main(["plan", str(path), *on, *sized, "--out", str(out), "--json"]) == 0
     sizes = [("training.sequence_length", "32"), ("training.batch_size", "2"), ("training.accumulation", "1")]
     recipe = resolve(path, sizes).recipe
     expected = expected_peak(recipe, SimpleNamespace(world=8, device_type="cuda"))
