@@ -38,15 +38,13 @@ MESSAGES = [
 
 def sources_of(root):
     """The same chats in every format and kind of source: {name: path}."""
+    turns = [[{"from": "human", "value": q}, {"from": "gpt", "value": a}] for q, a in CHATS]
+    messages = [each["messages"] for each in MESSAGES]
     rows = {
         "messages.jsonl": MESSAGES,
-        "sharegpt.json": [
-            {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in CHATS
-        ],
+        "sharegpt.json": [{"conversations": each} for each in turns],
         "alpaca.jsonl": [{"instruction": q, "input": "", "output": a} for q, a in CHATS],
-        "conversational.jsonl": [
-            {"prompt": m["messages"][:1], "completion": m["messages"][1:]} for m in MESSAGES
-        ],
+        "conversational.jsonl": [{"prompt": each[:1], "completion": each[1:]} for each in messages],
     }
     for name, records in rows.items():
         lines = [json.dumps(record) for record in records]
@@ -81,11 +79,8 @@ def test_the_same_chats_in_every_format_and_source_are_trained_on_alike(place, t
     assert [sum(counts) for counts in zip(*built, strict=True)] == [1] * len(paths)  # by one of the ranks
     tokenizer, found = library.tokenizer(place / "llama"), set()
     for name, path in paths.items():
-        data = tokenised(
-            DataConfig(path=path, cache=str(tmp_path / "tokens"), heldout_share=0.1),
-            tokenizer,
-            place / "llama",
-        )
+        config = DataConfig(path=path, cache=str(tmp_path / "tokens"), heldout_share=0.1)
+        data = tokenised(config, tokenizer, place / "llama")
         assert data.seconds == 0 and data.kind == "records"
         found.add(data.examples.tokens.tobytes())
         heldout = losses(tmp_path / "runs" / name, "heldout_loss")
@@ -147,10 +142,8 @@ def test_data_that_is_not_there_is_told_without_a_network(place, tmp_path):  # n
 def test_sources_are_mixed_by_weight_and_bad_records_are_counted(place, tmp_path):  # noqa: F811
     (tmp_path / "a.jsonl").write_text("\n".join([*map(json.dumps, MESSAGES), '{"messages": []}', "{"]))
     (tmp_path / "b.txt").write_text("Text of another kind. " * 200)
-    sources = [
-        {"path": str(tmp_path / "a.jsonl"), "weight": 1.0},
-        {"path": str(tmp_path / "b.txt"), "weight": 3.0},
-    ]
+    weights = {"a.jsonl": 1.0, "b.txt": 3.0}
+    sources = [{"path": str(tmp_path / name), "weight": weight} for name, weight in weights.items()]
     data = {"path": "stdlib", "sources": sources, "on_bad": "skip"}
     recipe = recipe_of(place, tmp_path / "run", data=data, training={"epochs": 1, "batch_size": 4})
     run_ranks(2, tune, recipe)
@@ -229,18 +222,13 @@ def test_a_model_that_lets_packed_records_see_each_other_has_one_in_each_and_say
     llama = transformers.AutoModelForCausalLM.from_pretrained(place / "llama")
     assert keeps_apart(llama, torch.device("cpu"))
     bloom(tmp_path / "bloom", place / "llama")
-    recipe = recipe_of(
-        place,
-        tmp_path / "run",
-        base={"folder": str(tmp_path / "bloom"), "quantise": "none"},
-        adapter={"targets": ["query_key_value"]},
-        training={"epochs": 1},
-        sample={"num_bytes": 1},
-    )
+    base = {"folder": str(tmp_path / "bloom"), "quantise": "none"}
+    adapter, sample = {"targets": ["query_key_value"]}, {"num_bytes": 1}
+    more = {"training": {"epochs": 1}, "adapter": adapter, "sample": sample}
+    recipe = recipe_of(place, tmp_path / "run", base=base, **more)
     ((said,),) = run_ranks(1, without_positions, recipe)
-    assert re.match(
-        r"\w+ lets records that share a sequence see each other.* own: 5\d, and an epoch is \d", said
-    )
+    says = r"\w+ lets records that share a sequence see each other.* own: 5\d, and an epoch is \d"
+    assert re.match(says, said)
     assert max(losses(tmp_path / "run")) == 9
     heldout = losses(tmp_path / "run", "heldout_loss")
     assert heldout[max(heldout)] < heldout[0]

@@ -73,17 +73,16 @@ def eight_bit(rank, world, recipe, folder):
                 local = p.to_local()
                 generator = torch.Generator().manual_seed(1000 * step + 10 * i + rank)
                 noise = torch.randn(local.shape, generator=generator).to(local.dtype)
-                p.grad = torch.distributed.tensor.DTensor.from_local(
-                    noise, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-                )
+                place_of = {"device_mesh": p.device_mesh, "placements": p.placements}
+                whole = {"run_check": False, "shape": p.shape, "stride": p.stride()}
+                p.grad = torch.distributed.tensor.DTensor.from_local(noise, **place_of, **whole)
             optimizer.step()
         wholes.append({name: p.full_tensor().float() for name, p in model.named_parameters()})
     before = bits(optimizer)
     with opened(optimizer):
         save(folder, model=model, optimizer=optimizer, step=4)
-        assert {p: state["exp_avg"].shape for p, state in optimizer.state.items()} == {
-            p: p.shape for p in model.parameters()
-        }
+        shapes = {p: state["exp_avg"].shape for p, state in optimizer.state.items()}
+        assert shapes == {p: p.shape for p in model.parameters()}
     model = build_model(recipe, place)
     again = build_optimizer(config, model)
     with opened(again):
@@ -94,14 +93,8 @@ def eight_bit(rank, world, recipe, folder):
 
 
 def bits(optimizer):
-    states = optimizer._inner.state.values()
-    found = [
-        state[f"{part}{i}"].clone()
-        for state in states
-        for part in ("state", "absmax")
-        for i in "12"
-        if f"{part}{i}" in state
-    ]
+    parts, states = ("state1", "state2", "absmax1", "absmax2"), optimizer._inner.state.values()
+    found = [state[part].clone() for state in states for part in parts if part in state]
     assert {tensor.dtype for tensor in found} == {torch.uint8, torch.float32}  # small ones stay as they are
     return found
 
@@ -158,10 +151,9 @@ def preference(rank, world, recipe):
     chosen, rejected = plainly(policy, batch).chunk(2)
     margins = (chosen - rejected) - (ref_chosen - ref_rejected)
     assert margins.abs().max() > 1e-3  # the adapters do something
-    assert count == 3 and sums == pytest.approx(
-        {"rewards/accuracies": (margins > 0).sum().item(), "rewards/margins": beta * margins.sum().item()},
-        rel=1e-4,
-    )
+    rewards = {"accuracies": (margins > 0).sum().item(), "margins": beta * margins.sum().item()}
+    rewards = {f"rewards/{name}": value for name, value in rewards.items()}
+    assert count == 3 and sums == pytest.approx(rewards, rel=1e-4)
     expected = torch.nn.functional.softplus(-beta * margins).sum()
     expected.backward()
     grads = {}
@@ -175,13 +167,10 @@ def preference(rank, world, recipe):
 
 def test_dpo_is_the_formula_of_the_paper_with_the_base_as_a_second_model(tmp_path):
     base = models.write("qwen3", tmp_path / "base")
-    sections = {
-        "base": {"folder": str(base), "quantise": "none"},
-        "training": {"loss": "dpo", "dpo_beta": 0.3},
-    }
-    for loss, expected, off, count in run_ranks(
-        2, preference, recipe_of(tmp_path, tmp_path / "run", **sections)
-    ):
+    training = {"loss": "dpo", "dpo_beta": 0.3}
+    sections = {"base": {"folder": str(base), "quantise": "none"}, "training": training}
+    recipe = recipe_of(tmp_path, tmp_path / "run", **sections)
+    for loss, expected, off, count in run_ranks(2, preference, recipe):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert off < 1e-4 and count == 2 * 7 * 2
 
@@ -240,11 +229,8 @@ def slim(folder: Path, dtype):
 def test_a_loss_and_a_model_of_ones_own_are_trained_and_merged(place, tmp_path, monkeypatch):
     (tmp_path / "my_functions.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    sections = {
-        "base": {"build": "my_functions:slim"},
-        "training": {"loss": "my_functions:focal", "epochs": 0, "steps": 4},
-        "heldout": {"every": 2},
-    }
+    training = {"loss": "my_functions:focal", "epochs": 0, "steps": 4}
+    sections = {"base": {"build": "my_functions:slim"}, "training": training, "heldout": {"every": 2}}
     recipe = recipe_of(place, tmp_path / "run", **sections)
     run_ranks(1, tune, recipe)
     heldout = losses(tmp_path / "run", "heldout_loss")
@@ -253,10 +239,9 @@ def test_a_loss_and_a_model_of_ones_own_are_trained_and_merged(place, tmp_path, 
     assert heldout[4] < heldout[0] < losses(tmp_path / "plain", "heldout_loss")[0]  # focal is below it
     merged = load_whole(find_tuned(tmp_path / "run", trusted="my_functions:slim"), torch.device("cpu"))
     assert merged.config.rope_parameters["rope_theta"] == 77.0
-    for key, name, message in (
-        ("training.loss", "nosuch:f", "there is no module 'nosuch'"),
-        ("base.build", "my_functions:nosuch", "has no function 'nosuch'"),
-    ):
+    no_function = ("base.build", "my_functions:nosuch", "has no function 'nosuch'")
+    no_module = ("training.loss", "nosuch:f", "there is no module 'nosuch'")
+    for key, name, message in (no_module, no_function):
         with pytest.raises(InputError, match=f"{key} = .*{message}"):
             named(key, name)
 
@@ -309,16 +294,13 @@ def test_every_recipe_trains_at_toy_size_and_exports_what_it_trained(name, place
 
 def toy_of(place, folder, pairs):
     """What differs from a recipe's own numbers, paths and names."""
+    data = str(folder / pairs if pairs else place / "chats.jsonl")
+    sizes = {"epochs": 0, "steps": 3, "batch_size": 2, "accumulation": 1, "sequence_length": 32}
     return [
         ("run.folder", str(folder / "run")),
         ("base.folder", str(place / "llama")),
-        ("data.path", str(folder / pairs if pairs else place / "chats.jsonl")),
-        ("training.epochs", "0"),
-        ("training.steps", "3"),
-        ("training.batch_size", "2"),
-        ("training.accumulation", "1"),
-        ("training.sequence_length", "32"),
-        ("training.log_every", "1"),
+        ("data.path", data),
+        *((f"training.{key}", str(value)) for key, value in (sizes | {"log_every": 1}).items()),
         ("sample.num_bytes", "3"),
     ]
 
