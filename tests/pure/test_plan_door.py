@@ -33,26 +33,14 @@ from shardwright.plan.subject import of_model
 from shardwright.quantized.codec import encodings
 from shardwright.train.report import Screen, beside_prediction
 from shardwright.train.run import _expected_peak
+from tests.pure.meta import on_meta, sample
 
 SIZE = bench_model.Size(layers=4, width=128, vocab=512, sequence=64, batch=4)
 LARGE = bench_model.Size(layers=3, width=320, vocab=1024, sequence=32, batch=2)  # its first block is cut
 FP32 = Choice(mp_policy=MixedPrecisionPolicy())
-BY_HAND = Plan(
-    8,
-    8,
-    (PlannedGroup(("embedding", "position")), PlannedGroup(("blocks.0", "blocks.1"), False)),
-    modules_to_recompute=("blocks.2",),
-    policy=SchedulePolicy(keep_last=0, bucket_cap_mb=0.0),
-)
-
-
-def on_meta(size=SIZE):
-    with torch.device("meta"):
-        return bench_model.Transformer(size)
-
-
-def sample(size=SIZE):
-    return torch.empty(size.batch, size.sequence + 1, dtype=torch.int64, device="meta")
+GROUPS = PlannedGroup(("embedding", "position")), PlannedGroup(("blocks.0", "blocks.1"), False)
+POLICY = SchedulePolicy(keep_last=0, bucket_cap_mb=0.0)
+BY_HAND = Plan(8, 8, GROUPS, modules_to_recompute=("blocks.2",), policy=POLICY)
 
 
 def found(ranks, choice=FP32, size=SIZE, **options):
@@ -86,7 +74,7 @@ def test_a_model_that_is_sharded_by_a_plan_has_the_schedule_that_was_priced(rank
 
 
 def test_a_plan_that_reshards_to_a_smaller_world_is_applied_as_it_was_priced(tmp_path):
-    subject = of_model(on_meta(), sample(), FP32)
+    subject = of_model(on_meta(SIZE), sample(SIZE), FP32)
     priced = price(subject.workload, Cluster(DEVICES["H100"], 32), replace(FP32, reshard_after_forward=8))
     path = tmp_path / "plan.toml"
     planned(priced, subject.modules).save(path)
@@ -102,9 +90,8 @@ def test_a_plan_keeps_every_field_in_its_file(tmp_path):
     policy = SchedulePolicy(depth=3, budget_nbytes=7, agreement="off")
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     groups = (PlannedGroup(('a."b"', "c"), False), PlannedGroup(("d",), 4))
-    plan = Plan(
-        64, 8, groups, 2, 8192, ("d",), policy, precision, 0.5, 0.1, 3 * GIB, "H100", "optimizer", "nf4"
-    )
+    found = (0.5, 0.1, 3 * GIB, "H100", "optimizer", "nf4")
+    plan = Plan(64, 8, groups, 2, 8192, ("d",), policy, precision, *found)
     plan.save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml") == plan
     assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
@@ -116,11 +103,8 @@ def test_groups_are_resharded_each_as_the_plan_says():
         model = fully_shard(bench_model.build(SIZE), plan=BY_HAND)
         steps(model, 1)
         model(bench_model.tokens(SIZE, 0, 0))
-        held = {
-            name
-            for name, module in model.named_modules()
-            if is_sharded(module) and name and unsharded(module)
-        }
+        inner = {name: module for name, module in model.named_modules() if name and is_sharded(module)}
+        held = {name for name, module in inner.items() if unsharded(module)}
     assert {"blocks.0", "blocks.1"} <= held
     assert "blocks.2" not in held and "embedding" not in held
 
@@ -148,20 +132,20 @@ def unsharded(module):
 
 
 def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_is_sharded(monkeypatch):
-    other = dataclasses.replace(BY_HAND, groups=(PlannedGroup(("block.0",)),))
-    again = dataclasses.replace(BY_HAND, modules_to_recompute=("layers.7",))
-    over_four = dataclasses.replace(BY_HAND, shards=4)
+    plan = partial(dataclasses.replace, BY_HAND)
+    over_four = plan(shards=4)
     with rank_zero_of(8):
         model = bench_model.build(SIZE)
         refused = partial(fully_shard, model)
-        with pytest.raises(InputError, match=r"no module 'block.0', which the plan's groups.*'blocks.0'"):
-            refused(plan=other)
-        with pytest.raises(InputError, match=r"no module 'layers.7', which the plan's modules_to_recompute"):
-            refused(plan=again)
-        with pytest.raises(
-            InputError, match=r"is for 4 ranks, and there are 8: start 4, or make a plan for 8"
+        no_block = r"no module 'block.0', which the plan's groups.*'blocks.0'"
+        no_layer = r"no module 'layers.7', which the plan's modules_to_recompute"
+        for wrong, says in (
+            (plan(groups=(PlannedGroup(("block.0",)),)), no_block),
+            (plan(modules_to_recompute=("layers.7",)), no_layer),
+            (plan(ranks=4, shards=4), r"is for 4 ranks, and there are 8: start 4, or make a plan for 8"),
         ):
-            refused(plan=dataclasses.replace(BY_HAND, ranks=4, shards=4))
+            with pytest.raises(InputError, match=says):
+                refused(plan=wrong)
         coded = dataclasses.replace(BY_HAND, policy=SchedulePolicy(wire="difference"))
         with monkeypatch.context() as without, pytest.raises(MissingExtra, match=r"shardwright\[wire\]"):
             without.setattr("importlib.util.find_spec", lambda name: None)
@@ -171,9 +155,8 @@ def test_a_plan_for_another_model_or_number_of_ranks_is_refused_before_anything_
         for options in ({"groups": "auto"}, {"reshard_after_forward": True}, {"shard_over_all": True}):
             with pytest.raises(InputError, match=r"got plan= and .*which the plan sets: leave"):
                 refused(plan=BY_HAND, **options)
-        with pytest.raises(
-            InputError, match=r"shards over 4 of 8 ranks, got a mesh of \(8,\); pass one of \(2, 4\)"
-        ):
+        says = r"shards over 4 of 8 ranks, got a mesh of \(8,\); pass one of \(2, 4\)"
+        with pytest.raises(InputError, match=says):
             refused(plan=over_four, mesh=init_device_mesh("cpu", (8,)))
         with pytest.raises(InputError, match="plan= takes one model, got list"):
             fully_shard([model.blocks[0]], plan=BY_HAND)
@@ -185,10 +168,8 @@ def test_the_term_that_is_further_off_is_named_where_the_host_knows_it():
     given = {"step_s": 1.0, "exposed_s": 0.2, "measured_step_s": 1.3}
     waits = {0.45: "exposed communication, +0.25 s", 0.1: "compute, +0.4 s"}
     for measured, says in waits.items():
-        assert beside_prediction({**given, "measured_exposed_s": measured})[1] == (
-            "most of the difference",
-            says,
-        )
+        beside = beside_prediction({**given, "measured_exposed_s": measured})
+        assert beside[1] == ("most of the difference", says)
     assert "+0.3 s; no host waits" in beside_prediction({**given, "measured_exposed_s": None})[1][1]
     assert beside_prediction(None) == []
 
@@ -265,13 +246,13 @@ def test_groups_for_a_cluster_take_no_longer_than_those_by_rule(ranks, tmp_path)
     here = dataclasses.replace(cluster, ranks=ranks)
     with rank_zero_of(ranks):
         for given in (cluster, tmp_path / "cluster.toml"):
-            model = fully_shard(bench_model.build(SIZE), groups="auto", cluster=given, sample=sample())
+            model = fully_shard(bench_model.build(SIZE), groups="auto", cluster=given, sample=sample(SIZE))
             steps(model)
         by_rule = fully_shard(bench_model.build(SIZE), groups="auto")
         steps(by_rule)
-    ours = grouped(on_meta(), sample(), here, FP32)
-    found = estimate(on_meta(), sample(), here, dataclasses.replace(FP32, groups=ours))
-    rule = estimate(on_meta(), sample(), here, FP32)
+    ours = grouped(on_meta(SIZE), sample(SIZE), here, FP32)
+    found = estimate(on_meta(SIZE), sample(SIZE), here, dataclasses.replace(FP32, groups=ours))
+    rule = estimate(on_meta(SIZE), sample(SIZE), here, FP32)
     assert sorted(numel_of(model)) == sorted(group.numel for group in found.workload.groups)
     assert found.step_s <= rule.step_s * 1.01
     assert len(numel_of(model)) <= len(numel_of(by_rule))
@@ -290,18 +271,15 @@ def test_a_cluster_needs_a_sample_and_groups_that_may_be_chosen():
     cluster = Cluster(DEVICES["H100"], 8)
     with rank_zero_of(8):
         model = bench_model.build(SIZE)
-        for options in (
-            {"cluster": cluster},
-            {"sample": sample()},
-            {"groups": "auto", "cluster": cluster},
-            {"groups": [["blocks.0"]], "cluster": cluster, "sample": sample()},
-        ):
+        alone, chosen = {"sample": sample(SIZE)}, {"groups": "auto", "cluster": cluster}
+        by_hand = {"groups": [["blocks.0"]], "cluster": cluster, **alone}
+        for options in ({"cluster": cluster}, alone, chosen, by_hand):
             with pytest.raises(InputError, match='cluster= and sample= go together with groups="auto"'):
                 fully_shard(model, **options)
         with pytest.raises(InputError, match="plans for shards over one axis"):
-            fully_shard(model, groups="auto", cluster=cluster, sample=sample(), reshard_after_forward=2)
+            fully_shard(model, groups="auto", cluster=cluster, sample=sample(SIZE), reshard_after_forward=2)
         with pytest.raises(ConfigError, match="is not a cluster"):
-            fully_shard(model, groups="auto", cluster="nosuch.toml", sample=sample())
+            fully_shard(model, groups="auto", cluster="nosuch.toml", sample=sample(SIZE))
         with pytest.raises(InputError, match=r"plan= and cluster="):
             fully_shard(model, plan=BY_HAND, cluster=cluster)
         assert not any(is_sharded(module) for module in model.modules())
@@ -310,9 +288,8 @@ def test_a_cluster_needs_a_sample_and_groups_that_may_be_chosen():
 def test_a_model_that_returns_no_loss_is_grouped_for_a_cluster_as_well():
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with rank_zero_of(8):
-        fully_shard(
-            layers, groups="auto", cluster=Cluster(DEVICES["A100-80GB"], 8), sample=torch.empty(4, 64)
-        )
+        cluster = Cluster(DEVICES["A100-80GB"], 8)
+        fully_shard(layers, groups="auto", cluster=cluster, sample=torch.empty(4, 64))
         assert is_sharded(layers)
 
 

@@ -28,6 +28,7 @@ from shardwright.plan.transformer import Architecture, Microbatch, workload
 from shardwright.plan.workload import OpKind
 from shardwright.schedule.schedule import EventKind, Phase
 from shardwright.torch_private import parameters_of
+from tests.pure.meta import on_meta, sample
 
 SIZE = bench_model.Size(layers=3, width=128, vocab=512, sequence=64, batch=4)
 H100, B200 = DEVICES["H100"], DEVICES["B200"]
@@ -36,13 +37,8 @@ SLOW_BETWEEN_HOSTS = replace(EIGHT, ranks=16, host_bandwidth=1e9)
 FP32 = MixedPrecisionPolicy()
 
 
-def on_meta(size=SIZE):
-    with torch.device("meta"):
-        return bench_model.Transformer(size)
-
-
-def sample(size=SIZE):
-    return torch.empty(size.batch, size.sequence + 1, dtype=torch.int64, device="meta")
+def of_small(cluster=EIGHT, *choice):
+    return estimate(on_meta(SIZE), sample(SIZE), cluster, *choice)
 
 
 def total(found, phase, kind, what):
@@ -79,8 +75,8 @@ def test_the_schedule_that_is_priced_is_the_one_that_the_runtime_plans(
     groups, policy, keep, reshards, tmp_path
 ):
     choice = Choice(groups=groups, mp_policy=FP32, policy=policy, keep=keep, reshard_after_forward=reshards)
-    found = estimate(on_meta(), sample(), EIGHT, choice)
-    plan = planned(found, names_of_groups(on_meta(), choice))
+    found = of_small(EIGHT, choice)
+    plan = planned(found, names_of_groups(on_meta(SIZE), choice))
     plan.save(tmp_path / "plan.toml")
     kept = [each.reshard_after_forward for each in plan.groups].count(False)
     backward = found.workload.orders[Phase.BACKWARD]
@@ -95,7 +91,7 @@ def test_the_schedule_that_is_priced_is_the_one_that_the_runtime_plans(
 
 
 def test_an_estimate_speaks_of_modules_and_in_plain_numbers():
-    found = estimate(on_meta(), sample(), EIGHT)
+    found = of_small()
     assert "F+ blocks.0 : " in str(found.schedule)
     assert "most held at: backward of " in str(found)
     seconds = [found.timeline.step_s, found.timeline.exposed_s]
@@ -141,11 +137,12 @@ def test_a_head_that_is_left_to_the_root_is_gathered_when_the_runtime_gathers_it
     groups = groups_of_calls(model, lambda shard: [shard(each, set()) for each in calls(model)], FP32)
     work = trace(model, [sample(LARGE)], {}, groups)
     assert [group.part_of for group in work.groups[len(apart) + 3 :]] == part_of
-    run = as_run(
-        bench_model.build(LARGE),
-        lambda model: [fully_shard(*each) for each in calls(model)],
-        two_batches(LARGE),
-    )
+
+    def shard(model):
+        for each in calls(model):
+            fully_shard(*each)
+
+    run = as_run(bench_model.build(LARGE), shard, two_batches(LARGE))
     assert schedule(work, preset("shardwright")) == run
 
 
@@ -204,7 +201,7 @@ def test_a_trace_and_the_architecture_numbers_give_the_same_operations():
 
 
 def test_what_a_forward_keeps_its_backward_frees():
-    found = estimate(on_meta(), sample(), EIGHT).workload
+    found = of_small().workload
     saved = [stretch.saved_nbytes for phase in found.phases.values() for _, stretch in phase]
     assert max(saved) > 0
     assert abs(sum(saved)) < 64  # bytes; the loss itself outlives its backward
@@ -215,9 +212,8 @@ class Chain(nn.Module):
 
     def __init__(self, again):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in "abc"
-        )
+        layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.layers = nn.ModuleList(layers)
         self.again = again
 
     def forward(self, x):
@@ -246,14 +242,14 @@ def test_the_model_is_left_as_it_was_and_may_be_real():
     model = bench_model.build(SIZE)
     before = {name: (id(param), param.clone()) for name, param in model.named_parameters()}
     found = estimate(model, bench_model.tokens(SIZE, 0, 0), EIGHT)
-    assert found.step_s == estimate(on_meta(), sample(), EIGHT).step_s
+    assert found.step_s == of_small().step_s
     for name, param in model.named_parameters():
         assert (id(param), param.grad) == (before[name][0], None)
         assert torch.equal(param, before[name][1])
 
 
 def test_the_answer_is_one_sentence_of_what_fits_how_fast_how_long_and_at_what_cost():
-    found = estimate(on_meta(), sample(), EIGHT, Choice(microbatches=3))
+    found = of_small(EIGHT, Choice(microbatches=3))
     assert found.fits
     assert found.tokens == SIZE.batch * (SIZE.sequence + 1)
     assert found.tokens_per_s == pytest.approx(8 * 3 * found.tokens / found.step_s)
@@ -280,14 +276,14 @@ def test_the_answer_is_one_sentence_of_what_fits_how_fast_how_long_and_at_what_c
 
 def test_what_fits_is_said_in_numbers_that_are_compared():
     """What a step may hold is what an allocator was seen to fill, and the answer says both."""
-    found = estimate(on_meta(), sample(), EIGHT)
+    found = of_small()
     room = EIGHT.room_nbytes
     assert room == pytest.approx(0.867 * EIGHT.device.memory_nbytes)
     for share, fits in ((0.5, True), (1.0, True), (1.001, False)):
         cluster = replace(EIGHT, device=replace(EIGHT.device, memory_nbytes=found.peak.total / 0.867 / share))
-        answer = estimate(on_meta(), sample(), cluster).answer()
+        answer = of_small(cluster).answer()
         assert answer["fits"] == fits == (answer["peak_nbytes"] <= answer["room_nbytes"] * (1 + 1e-12))
-    tight = estimate(on_meta(), sample(), EIGHT.within(found.peak.total - 2**20))
+    tight = of_small(EIGHT.within(found.peak.total - 2**20))
     assert not tight.fits and tight.over_nbytes == 2**20
     assert "doesn't fit on 8 x" in str(tight) and "(its budget)" in str(tight)
     assert "tokens/s" not in str(tight)
@@ -302,7 +298,7 @@ def test_what_fits_is_said_in_numbers_that_are_compared():
     ],
 )
 def test_what_no_run_shows_has_no_error_bar(cluster, choice, says):
-    found = estimate(on_meta(), sample(), cluster, choice)
+    found = of_small(cluster, choice)
     answer = found.answer()
     assert answer["error"] is answer["error_mean"] is None and says in answer["error_why"]
     assert "+- 8%" not in str(found) and "tokens/s (error not known)" in str(found)
@@ -311,16 +307,17 @@ def test_what_no_run_shows_has_no_error_bar(cluster, choice, says):
 
 def test_a_hosts_memory_is_shared_by_its_ranks_and_checked():
     offloaded = Choice(offload=CPUOffloadPolicy())
-    found = estimate(on_meta(), sample(), EIGHT, offloaded)
+    found = of_small(EIGHT, offloaded)
     need = 8 * found.host_nbytes
     assert found.answer()["host_nbytes"] == need and found.answer()["host_room_nbytes"] is None
     assert "Not checked: the memory of a host" in str(found)
     for share, fits in ((1.01, True), (0.99, False)):
         known = replace(EIGHT, host_memory_nbytes=need * share / 0.867)
-        checked = estimate(on_meta(), sample(), known, offloaded)
+        checked = of_small(known, offloaded)
         assert checked.fits == fits and "Not checked" not in str(checked)
     with pytest.raises(InputError, match=r"rows of a microbatch: 1 is too much already"):
-        largest_batch(of_model(on_meta(), sample()), replace(EIGHT, host_memory_nbytes=1e3), offloaded)
+        tiny = replace(EIGHT, host_memory_nbytes=1e3)
+        largest_batch(of_model(on_meta(SIZE), sample(SIZE)), tiny, offloaded)
 
 
 def test_ranks_of_a_cpu_share_its_memory():
@@ -438,7 +435,7 @@ def test_error_bars_say_how_the_numbers_of_the_device_were_obtained(device, dtyp
 
 def test_a_host_that_computes_does_not_run_ahead_of_it():
     def runs_ahead(runtime):
-        intervals = estimate(on_meta(), sample(), EIGHT, Choice(runtime, mp_policy=FP32)).timeline.intervals
+        intervals = of_small(EIGHT, Choice(runtime, mp_policy=FP32)).timeline.intervals
         launched = [each for each in intervals if each.lane == "host"]
         computed = {each.label: each.end for each in intervals if each.lane == "compute"}
         return any(later.start < computed[each.label] for each, later in pairwise(launched))
@@ -449,7 +446,7 @@ def test_a_host_that_computes_does_not_run_ahead_of_it():
 
 def test_more_ranks_hold_less_and_copies_of_shards_hold_more():
     sizes = [
-        estimate(on_meta(), sample(), Cluster(H100, ranks), Choice(shards=shards)).peak.total
+        of_small(Cluster(H100, ranks), Choice(shards=shards)).peak.total
         for ranks, shards in ((64, None), (8, None), (64, 8))
     ]
     assert sizes[0] < sizes[1] == sizes[2]
@@ -479,22 +476,22 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do():
     with torch.device("meta"):
         model, deciding = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), Deciding()
     x = torch.empty(4, 8, device="meta")
-    with pytest.raises(InputError, match=r"needs a sample batch.*for instance"):
-        estimate(model, None, EIGHT)
-    with pytest.raises(InputError, match=r"returns a tensor of shape \[4, 8\], which is no loss; pass loss="):
-        estimate(model, x, EIGHT)
+    for given, says in (
+        ((model, None), r"needs a sample batch.*for instance"),
+        ((model, x), r"returns a tensor of shape \[4, 8\], which is no loss; pass loss="),
+        ((deciding, x), r"Deciding can't be traced without data"),
+    ):
+        with pytest.raises(InputError, match=says):
+            estimate(*given, EIGHT)
     assert estimate(model, x, EIGHT, loss=lambda out: F.mse_loss(out, out.detach())).step_s > 0
-    with pytest.raises(InputError, match=r"Deciding can't be traced without data"):
-        estimate(deciding, x, EIGHT)
-    with pytest.raises(ConfigError, match=r"the cluster is 'H100', expected a .*Cluster\(device"):
-        estimate(model, x, "H100", loss=torch.sum)
+    for ask in (estimate, search):
+        with pytest.raises(ConfigError, match=r"the cluster is 'H100', expected a .*Cluster\(device"):
+            ask(model, x, "H100", loss=torch.sum)
     for name in ("recompute", "keep"):
         with pytest.raises(InputError, match=rf"Choice\.{name} must be a number >= 0 and <= 1, got 2"):
             Choice(**{name: 2})
     for wrong in ({"microbatches": 0}, {"shards": -1}):
         with pytest.raises(InputError, match="must be a whole number >= 1, got"):
             Choice(**wrong)
-    with pytest.raises(ConfigError, match=r"the cluster is 'H100', expected a .*Cluster\(device"):
-        search(model, x, "H100", loss=torch.sum)
     with pytest.raises(InputError, match=r"shards must divide the cluster's 8 ranks, got 3"):
-        estimate(on_meta(), sample(), EIGHT, Choice(shards=3))
+        of_small(EIGHT, Choice(shards=3))

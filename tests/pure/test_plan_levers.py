@@ -29,6 +29,7 @@ from shardwright.recipe.config import ModelConfig
 from shardwright.schedule.check import check
 from shardwright.schedule.schedule import ActionKind, Phase
 from shardwright.train.models import Transformer
+from tests.pure.meta import on_meta, sample
 
 OURS = PRESETS["shardwright"]
 DEEP = workload(Architecture(32, 1024, 16, 16, 64, 4096, 32000), Microbatch(2048, 4))
@@ -86,9 +87,8 @@ def test_more_groups_hold_less():
 
 
 def test_a_root_of_fragments_holds_them_for_the_whole_step_and_groups_of_their_own_do_not():
-    with torch.device("meta"):
-        model = bench_model.Transformer(SIZE)
-    tokens = torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64)
+    model = on_meta(SIZE)
+    tokens = sample(SIZE)
     split = traced_groups(model, "auto")
     blocks = [group for group in split if group.modules[0].startswith("blocks")]
     rest = tuple(name for group in split if group not in blocks for name in group.parameters)
@@ -113,14 +113,10 @@ def test_merged_groups_have_sound_schedules_and_lose_nothing(count):
     check(schedule(work, OURS))
     assert work.numel == DEEP.numel
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        flops, saved = (
-            [
-                sum(op.flops for _, stretch in each.phases[phase] for op in stretch.ops),
-                sum(stretch.saved_nbytes for _, stretch in each.phases[phase]),
-            ]
-            for each in (work, DEEP)
-        )
-        assert flops == pytest.approx(saved)
+        both = [[stretch for _, stretch in each.phases[phase]] for each in (work, DEEP)]
+        flops = [sum(op.flops for stretch in each for op in stretch.ops) for each in both]
+        saved = [sum(stretch.saved_nbytes for stretch in each) for each in both]
+        assert flops[0] == pytest.approx(flops[1]) and saved[0] == pytest.approx(saved[1])
     assert work.phases[Phase.FORWARD][0][0].group == len(parts) - 1  # the root begins first
 
 
@@ -148,9 +144,8 @@ def test_a_model_that_recomputes_by_itself_is_not_asked_to_recompute_again():
 
 
 def test_a_traced_block_begins_from_its_input_alone():
-    with torch.device("meta"):
-        model = bench_model.Transformer(SIZE)
-    tokens = torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64)
+    model = on_meta(SIZE)
+    tokens = sample(SIZE)
     work = trace(model, (tokens,), {}, traced_groups(model, "auto"), torch.bfloat16)
     entries = {group.name: group.entry_nbytes for group in work.groups}
     hidden = SIZE.batch * SIZE.sequence * SIZE.width * 2
@@ -164,24 +159,13 @@ def test_what_is_on_the_host_takes_no_memory_of_the_device_and_the_way_there_tak
         spec = replace(DEVICES["H100"], host_link=link)
         return price(DEEP, Cluster(spec, 8), Choice(offload=offload))
 
-    plain, optimizer, state, everything = map(
-        found,
-        (
-            OffloadPolicy(),
-            OptimizerOffloadPolicy(),
-            CPUOffloadPolicy(params=False, grads=False),
-            CPUOffloadPolicy(),
-        ),
-    )
+    policies = (OptimizerOffloadPolicy(), CPUOffloadPolicy(params=False, grads=False), CPUOffloadPolicy())
+    plain, optimizer, state, everything = map(found, (OffloadPolicy(), *policies))
     shard = DEEP.numel // 8
     states = [each.peak.nbytes[Category.STATES] for each in (plain, optimizer, state, everything)]
     assert states == [12 * shard, 2 * shard, 4 * shard, 0]
-    assert [each.host_nbytes for each in (plain, optimizer, state, everything)] == [
-        0,
-        16 * shard,
-        8 * shard,
-        16 * shard,
-    ]
+    hosts = [each.host_nbytes for each in (plain, optimizer, state, everything)]
+    assert hosts == [0, 16 * shard, 8 * shard, 16 * shard]
     assert everything.phases["load"].total == 0 and state.phases["step"].total >= 16 * shard
     assert everything.phases["save"].host == 16 * shard + 12 * DEEP.numel // 8
     assert plain.step_s < optimizer.step_s < found(OptimizerOffloadPolicy(), link=5e9).step_s
@@ -217,7 +201,7 @@ def test_a_base_in_four_bits_is_priced_by_the_bytes_that_quantize_makes():
         with torch.device("meta"):
             return adapted(bench_model.Transformer(SIZE), codec=None)
 
-    tokens = torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64)
+    tokens = sample(SIZE)
     cluster = Cluster(DEVICES["H100"], 8)
     plain, four = (estimate(model(), tokens, cluster, Choice(base=base)) for base in ("plain", "nf4"))
     quantised = model()
@@ -232,13 +216,11 @@ def test_a_base_in_four_bits_is_priced_by_the_bytes_that_quantize_makes():
     saved = (sum(param.nbytes for param in whole) - sum(part.nbytes for part in parts)) // 8
     assert plain.kept.params - four.kept.params == pytest.approx(saved, abs=8)
     assert plain.kept.state == four.kept.state == 8 * (plain.workload.trained // 8)
-    gathering = [
-        sum(i.end - i.start for i in e.timeline.intervals if i.lane == "gather") for e in (plain, four)
-    ]
+    gathers = ([i for i in e.timeline.intervals if i.lane == "gather"] for e in (plain, four))
+    gathering = [sum(each.end - each.start for each in of) for of in gathers]
     assert gathering[1] < gathering[0]
-    with pytest.raises(
-        InputError, match=r"pass the model as it was before quantize_, and Choice\(base=\"nf4\"\)"
-    ):
+    says = r"pass the model as it was before quantize_, and Choice\(base=\"nf4\"\)"
+    with pytest.raises(InputError, match=says):
         estimate(quantised, tokens, cluster)
     with pytest.raises(InputError, match=r"Choice.base must be one of plain, nf4, got 'int3'"):
         Choice(base="int3")
@@ -247,7 +229,7 @@ def test_a_base_in_four_bits_is_priced_by_the_bytes_that_quantize_makes():
 def test_a_base_is_quantised_only_where_nothing_else_fits():
     with torch.device("meta"):
         model = adapted(bench_model.Transformer(SIZE), codec=None)
-    subject = of_model(model, torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64))
+    subject = of_model(model, sample(SIZE))
     cluster = Cluster(DEVICES["H100"], 1)
     space = space_of(subject, cluster, Choice())
     values = space.values
@@ -265,14 +247,12 @@ def test_shards_over_a_smaller_world_are_kept_for_the_backward_and_gathered_in_a
     whole, smaller = (price(DEEP, sixteen, Choice(reshard_after_forward=r)) for r in (True, 8))
 
     def gathers(found, phase):
-        labels = {
-            str(a) for e in found.schedule.phases[phase] for a in e.actions if a.kind is ActionKind.UNSHARD
-        }
+        actions = [action for event in found.schedule.phases[phase] for action in event.actions]
+        labels = {str(action) for action in actions if action.kind is ActionKind.UNSHARD}
         return [i.end - i.start for i in found.timeline.intervals if i.lane == "gather" and i.label in labels]
 
-    inside, between = (
-        Prices(replace(sixteen, ranks=ranks), Constants(), OURS, ranks).gathering for ranks in (8, 16)
-    )
+    clusters = (replace(sixteen, ranks=ranks) for ranks in (8, 16))
+    inside, between = (Prices(each, Constants(), OURS, each.ranks).gathering for each in clusters)
     nbytes = 2 * DEEP.groups[0].numel
     assert gathers(smaller, Phase.FORWARD)[1] == pytest.approx(between.seconds(nbytes))
     last = [i for i in smaller.timeline.intervals if i.lane == "gather"][-1]

@@ -26,6 +26,7 @@ from shardwright.plan.cluster import DEVICES, GIB, Cluster
 from shardwright.plan.predict import price
 from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Recompute, workload
+from tests.pure.meta import on_meta, sample
 from tests.pure.test_plan_command import ON, config_in, plan
 
 ARCH = Architecture(32, 4096, 32, 8, 128, 14336, 128256)
@@ -42,25 +43,18 @@ def fits(cluster, rows=1, sequence=2048, budget=None):
 
 def test_numbers_are_planned_like_the_module_that_they_describe():
     numbers, batch = Architecture(3, 256, 4, 4, 64, 1024, 1000), Microbatch(128, 2)
-    assert (
-        estimate(numbers, batch, SIXTEEN).step_s == price(workload(numbers, batch), SIXTEEN, Choice()).step_s
-    )
+    priced = price(workload(numbers, batch), SIXTEEN, Choice())
+    assert estimate(numbers, batch, SIXTEEN).step_s == priced.step_s
     found = search(numbers, batch, SIXTEEN)
     assert found.groups[-1].modules == ("model.embed_tokens", "model.norm", "lm_head")
     assert found.step_s <= estimate(numbers, batch, SIXTEEN).step_s * 1.01
     assert largest_batch(of_model(numbers, batch), SIXTEEN).value > 100
+    wrong = r"expected with an Architecture a shardwright\.plan\.Microbatch, as Microbatch\("
+    unset = r"priced in 16 bits, and .*param_dtype is None: set it"
     for given, choice, says in (
-        (
-            torch.empty(2, 128),
-            None,
-            r"expected with an Architecture a shardwright\.plan\.Microbatch, as Microbatch\(",
-        ),
+        (torch.empty(2, 128), None, wrong),
         (replace(batch, recompute=Recompute.FULL), None, r"Choice\.recompute is the share"),
-        (
-            batch,
-            Choice(mp_policy=MixedPrecisionPolicy()),
-            r"priced in 16 bits, and .*param_dtype is None: set it",
-        ),
+        (batch, Choice(mp_policy=MixedPrecisionPolicy()), unset),
     ):
         for ask in (partial(estimate, numbers, given, SIXTEEN), partial(search, numbers, given, SIXTEEN)):
             with pytest.raises(InputError, match=says):
@@ -102,14 +96,13 @@ def test_the_fewest_ranks_fit_and_the_next_fewer_do_not(rows, few):
 
 
 def test_a_module_is_asked_as_a_row_of_numbers_is():
-    with torch.device("meta"):
-        model = bench_model.Transformer(SIZE)
-    sample = torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64, device="meta")
+    model = on_meta(SIZE)
+    batch = sample(SIZE)
     cluster, budget = Cluster(DEVICES["H100"], 2), 0.05 * GIB
-    found = largest_batch(of_model(model, sample), cluster, budget=budget)
+    found = largest_batch(of_model(model, batch), cluster, budget=budget)
 
     def peak(rows):
-        return estimate(model, sample.new_empty(rows, SIZE.sequence + 1), cluster).peak.total
+        return estimate(model, batch.new_empty(rows, SIZE.sequence + 1), cluster).peak.total
 
     assert peak(found.value) <= budget < peak(found.value + 1)
     assert found.value != SIZE.batch
@@ -141,9 +134,8 @@ def test_what_never_fits_is_refused_with_what_to_do():
     with pytest.raises(InputError, match=r"no number of devices is enough: on .* each holds .* GiB; ask for"):
         fewest_ranks(wide, SIXTEEN)
     small = Cluster(DEVICES["A100-40GB"], 1)
-    with pytest.raises(
-        InputError, match=r"rows of a microbatch: 1 is too much already, .* GiB on each of 1 x"
-    ):
+    says = r"rows of a microbatch: 1 is too much already, .* GiB on each of 1 x"
+    with pytest.raises(InputError, match=says):
         largest_batch(SUBJECT, small)
     with pytest.raises(InputError, match=r"tokens of a row: 128 is too much already"):
         longest_sequence(SUBJECT, small)
@@ -177,8 +169,7 @@ def test_savings_are_told_with_what_is_then_held_and_none_is_negative(tmp_path, 
     held = price(of_architecture(ARCH, Microbatch(2048, 8)).workload, Cluster(DEVICES["H100"], 64), Choice())
     for row in rows:
         less, then, _, words = row.split(maxsplit=3)
-        assert (
-            float(less) + float(then) == pytest.approx(held.peak.total / GIB, abs=0.11) and float(less) >= 0
-        )
+        assert float(less) >= 0
+        assert float(less) + float(then) == pytest.approx(held.peak.total / GIB, abs=0.11)
         assert words
     assert any(row.endswith("100% of the blocks computed again") for row in rows)

@@ -6,7 +6,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from bench import model as bench_model
 from shardwright.errors import InputError
@@ -16,19 +15,11 @@ from shardwright.plan.predict import price
 from shardwright.plan.search import Candidate, FoundPlan, Space, Tried, fastest, greedy, thriftiest
 from shardwright.plan.subject import of_architecture
 from shardwright.plan.transformer import Architecture, Microbatch, workload
+from tests.pure.meta import on_meta, sample
 
 SIZE = bench_model.Size(layers=4, width=512, vocab=4096, sequence=256, batch=8)
 WIDE = Architecture(6, 4096, 32, 8, 128, 14336, 32000)
 NARROW = Architecture(6, 512, 8, 8, 64, 2048, 128256)
-
-
-def on_meta():
-    with torch.device("meta"):
-        return bench_model.Transformer(SIZE)
-
-
-def sample():
-    return torch.empty(SIZE.batch, SIZE.sequence + 1, dtype=torch.int64, device="meta")
 
 
 @pytest.mark.parametrize("ranks", [8, 512])
@@ -53,35 +44,34 @@ def test_greedy_is_within_two_percent_of_every_candidate_there_is(arch, ranks):
 
 def test_what_was_found_is_what_estimate_says_of_it():
     cluster = Cluster(DEVICES["A100-80GB"], 16)
-    plan = search(on_meta(), sample(), cluster)
+    plan = search(on_meta(SIZE), sample(SIZE), cluster)
     assert not plan.modules_to_recompute
     assert plan.candidate.split == 1
-    again = estimate(on_meta(), sample(), cluster, plan.choice)
+    again = estimate(on_meta(SIZE), sample(SIZE), cluster, plan.choice)
     assert again.step_s == pytest.approx(plan.estimate.step_s, rel=0.01)
     assert again.peak.total == pytest.approx(plan.estimate.peak.total, rel=0.01)
-    assert [group.numel for group in again.workload.groups] == [
-        group.numel for group in plan.estimate.workload.groups
-    ]
+    found, planned = ([group.numel for group in e.workload.groups] for e in (again, plan.estimate))
+    assert found == planned
 
 
 def test_a_smaller_budget_costs_time_and_is_kept_to():
     cluster = Cluster(DEVICES["H100"], 8)
-    free = search(on_meta(), sample(), cluster)
+    free = search(on_meta(SIZE), sample(SIZE), cluster)
     budget = free.estimate.peak.total * 0.6
-    tight = search(on_meta(), sample(), cluster, budget=budget)
+    tight = search(on_meta(SIZE), sample(SIZE), cluster, budget=budget)
     assert tight.estimate.peak.total <= budget
     assert tight.estimate.step_s >= free.estimate.step_s
     assert tight.modules_to_recompute or tight.candidate.split > 1
-    again = estimate(on_meta(), sample(), cluster, replace(tight.choice, recompute=0.0))
+    again = estimate(on_meta(SIZE), sample(SIZE), cluster, replace(tight.choice, recompute=0.0))
     assert bool(tight.modules_to_recompute) == (tight.choice.recompute > 0)
     if tight.modules_to_recompute:
         assert again.peak.total > tight.estimate.peak.total
-    names = dict(on_meta().named_modules())
+    names = dict(on_meta(SIZE).named_modules())
     assert set(tight.modules_to_recompute) <= set(names)
 
 
 def test_the_front_is_what_nothing_beats_and_every_loser_has_a_reason():
-    plan = search(on_meta(), sample(), Cluster(DEVICES["H100"], 64), budget=0.2 * GIB)
+    plan = search(on_meta(SIZE), sample(SIZE), Cluster(DEVICES["H100"], 64), budget=0.2 * GIB)
     seconds = [one.step_s for one in plan.front]
     sizes = [one.nbytes for one in plan.front]
     assert seconds == sorted(seconds)
@@ -160,7 +150,7 @@ def test_of_two_that_hold_as_much_the_faster_one_is_the_plan():
 
 def test_a_budget_of_nothing_is_refused():
     with pytest.raises(InputError, match="budget must be a positive number of bytes, got 0"):
-        search(on_meta(), sample(), Cluster(DEVICES["H100"], 8), budget=0)
+        search(on_meta(SIZE), sample(SIZE), Cluster(DEVICES["H100"], 8), budget=0)
 
 
 def one(step_s, nbytes, over_nbytes=0.0, **changes):
