@@ -260,7 +260,10 @@ def test_a_file_that_is_no_cluster_is_refused_with_what_is_wrong(text, says, tmp
         (lambda: Cluster(H100, -4), "Cluster.ranks must be a whole number > 0, got -4"),
         (lambda: Cluster(H100, 2.5), "Cluster.ranks must be a whole number > 0, got 2.5"),
         (lambda: Cluster(H100, 8, 0), "Cluster.ranks_per_host must be a whole number > 0, got 0"),
-        (lambda: Cluster(H100, 8, host_bandwidth=-1.0), "host_bandwidth must be a number >= 0, got -1.0"),
+        (
+            lambda: Cluster(H100, 8, host_bandwidth=-1.0),
+            "Cluster.host_bandwidth must be a number >= 0, got -1.0",
+        ),
         (lambda: Cluster(H100, 12), "12 ranks aren't whole hosts of 8: take 8 or 16"),
         (lambda: Cluster(H100, 8).of(20), "20 ranks aren't whole hosts of 8: take 16 or 24"),
         (lambda: replace(H100, peak_flops=0.0), "'H100' DeviceSpec.peak_flops must be a number > 0"),

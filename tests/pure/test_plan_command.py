@@ -298,6 +298,7 @@ def test_a_recipe_whose_base_is_not_there_says_how_to_get_it(capsys):
     assert "`make finetune` makes it" in plan(capsys, "finetune-qlora", *ON, code=1)
 
 
+HF = "transformers, which is not installed: pip install 'shardwright[hf]'"
 NO_FOLDER = "can't be written: there is no folder no; make it first"
 
 
@@ -327,7 +328,7 @@ NO_FOLDER = "can't be written: there is no folder no; make it first"
         ),
         (("{}", *ON, "--draw", "no/x.html"), f"no/x.html {NO_FOLDER}"),
         (("{}", *ON, "--out", "no/x.toml"), f"no/x.toml {NO_FOLDER}"),
-        (("{}/mixtral", *ON), "transformers, which is not installed: pip install 'shardwright[hf]'"),
+        (("{}/mixtral", *ON), f"this needs {HF}"),
         (("{}/none", *ON), "vocab_size is None, expected a whole number above 0; a llama needs num_hidden"),
     ],
 )
