@@ -94,10 +94,8 @@ def all_of(data):
     return [shown(data.examples.example(i)) for i in range(len(data.examples))]
 
 
-CHAT = [
-    {"role": role, "content": said}
-    for role, said in zip(["user", "assistant"] * 3, ["hi", "ho", "so", "no", "bye"], strict=False)
-]
+TURNS = zip(["user", "assistant"] * 3, ["hi", "ho", "so", "no", "bye"], strict=False)
+CHAT = [{"role": role, "content": said} for role, said in TURNS]
 
 
 # ---- what is learned
@@ -134,10 +132,8 @@ def test_calls_of_tools_are_learned_and_the_tools_are_told(tmp_path):
     assert '"arguments": {}' in learned and not learned.strip(".").startswith("<a>")
 
 
-CALLS = [
-    {"type": "function", "function": {"name": name, "arguments": '{"city": "Oslo"}'}}
-    for name in ("rain", "wind")
-]
+FUNCTIONS = [{"name": name, "arguments": '{"city": "Oslo"}'} for name in ("rain", "wind")]
+CALLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 WITH_TOOLS = {
     "messages": [
         CHAT[0],
@@ -212,10 +208,9 @@ def test_an_instruction_is_stanfords_text_where_there_is_no_chat_template(tmp_pa
 def test_where_a_template_rewrites_earlier_turns_each_answer_is_a_record(tmp_path):
     config = write(tmp_path, {"messages": CHAT}, {"text": "abc"})
     data = read(config, Bytes(thinks=True))
-    assert all_of(data)[:2] == [
-        ("<u>hi;<a>~ho;", ".........~ho;"),
-        ("<u>hi;<a>ho;<u>so;<a>~no;", "." * 21 + "~no;"),
-    ]
+    first, second = all_of(data)[:2]
+    assert first == ("<u>hi;<a>~ho;", ".........~ho;")
+    assert second == ("<u>hi;<a>ho;<u>so;<a>~no;", "." * 21 + "~no;")
     assert data.num_split == 1 and data.num == 2
     assert data.heldout[0] == data.heldout[1]  # of one record, neither is held out from the other
 
@@ -240,32 +235,27 @@ def test_pairs_are_two_examples_whose_answers_are_learned(tmp_path):
 # ---- what is refused, or skipped
 
 
+def chat_of(*roles):
+    return json.dumps({"messages": [{"role": role, "content": "a"} for role in roles]})
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{broken", r"notes\.jsonl, line 3: not JSON \(.*\); each line is one object"),
-        ("[1]", r"notes\.jsonl, line 3: got \[1\], expected an object"),
-        ('{"txt": "a"}', r"line 3: got the fields \['txt'\], expected"),
-        (
-            '{"messages": [{"role": "user"}]}',
-            r"line 3: 'messages'\[0\]\['content'\] is missing, expected text",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}',
-            r"line 3: 'role' of 'messages' is \['bot', 'user'\], and none is \"assistant\"",
-        ),
-        (
-            '{"messages": [{"role": "assistant", "content": "a"}]}',
-            r"line 3: the tokenizer's chat template refuses it: roles must alternate",
-        ),
-        pytest.param("[" * 10_000 + "]" * 10_000, r"line 3: not JSON \(it is nested too deep", id="nested"),
-        ('{"text": "half of a pair: \\ud800"}', r"line 3: it is no text in UTF-8"),
+        ("{broken", r"not JSON \(.*\); each line is one object"),
+        ("[1]", r"got \[1\], expected an object"),
+        ('{"txt": "a"}', r"got the fields \['txt'\], expected"),
+        ('{"messages": [{"role": "user"}]}', r"'messages'\[0\]\['content'\] is missing, expected text"),
+        (chat_of("user", "bot"), r"'role' of 'messages' is \['bot', 'user'\], and none is \"assistant\""),
+        (chat_of("assistant"), r"the tokenizer's chat template refuses it: roles must alternate"),
+        pytest.param("[" * 10_000 + "]" * 10_000, r"not JSON \(it is nested too deeply\)", id="nested"),
+        ('{"text": "half of a pair: \\ud800"}', r"it is no text in UTF-8"),
     ],
 )
 def test_a_line_that_is_no_record_is_named_or_skipped(tmp_path, cache, line, message):
     lines = ({"text": "abc"}, {"text": "def"}, line, {"text": "ghi"})
     config = write(tmp_path, *lines)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=rf"notes\.jsonl, line 3: {message}"):
         read(config)
     assert not list(cache.glob("*/data"))
     data = read(write(tmp_path, *lines, *[line] * 4, on_bad="skip"))
@@ -318,20 +308,17 @@ def test_arrays_are_decoded_one_element_after_another(tmp_path, monkeypatch, ind
     assert texts_of(config) == [f"^{record['text']}$" for record in records]
 
 
+AFTER = r"after the end of its array \(el"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('[{"text": "a"}, {"text"', "element 2: not JSON"),
         ('[{"text": "a"} {"text": "b"}]', "element 1: got '{' after it, expected a comma"),
         ('[{"text": "a"}', "element 1: got '' after it"),
-        (
-            '[{"text": "a"}]\n {"text": "b"}',
-            r"a\.json: got '{\"text\": \"b\"}' after the end of its array \(el",
-        ),
-        (
-            '[{"text": "a"}, {"text": "b"}][]',
-            r"got '\[\]' after the end of its array \(element 2\), expected",
-        ),
+        ('[{"text": "a"}]\n {"text": "b"}', r"a\.json: got '{\"text\": \"b\"}' " + AFTER),
+        ('[{"text": "a"}, {"text": "b"}][]', rf"got '\[\]' {AFTER}ement 2\), expected"),
         pytest.param('[{"text": "a"}, {"x": ' + "[" * 10_000, "element 2: not JSON", id="nested"),
     ],
 )
