@@ -75,9 +75,8 @@ def test_numbers_without_a_version_come_back_too(dtype):
 
 
 def test_floats_are_in_the_order_of_their_integers():
-    values = torch.tensor(
-        [-float("inf"), -3.5, -1e-30, -0.0, 0.0, 1e-30, 3.5, float("inf")], dtype=torch.bfloat16
-    )
+    numbers = [-float("inf"), -3.5, -1e-30, -0.0, 0.0, 1e-30, 3.5, float("inf")]
+    values = torch.tensor(numbers, dtype=torch.bfloat16)
     words = np.frombuffer(bits_of(values), "<i2")
     assert (np.diff(ordered(words)) > 0).all()
     assert (ordered(ordered(words)) == words).all()

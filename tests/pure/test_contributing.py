@@ -35,7 +35,6 @@ def test_every_name_of_ours_on_a_page_for_those_who_come_from_elsewhere_is_there
         assert name in {*shardwright.__all__, "checkpoint", "plan", "train"}, name
     for name in re.findall(r"shardwright\.checkpoint\.(\w+)", ours):
         assert name in checkpoint.__all__, name
-    for section, key in re.findall(
-        r"`(training|optimizer|checkpoint)\.(\w+)`", "".join(row[0] for row in cells)
-    ):
+    words = "".join(row[0] for row in cells)
+    for section, key in re.findall(r"`(training|optimizer|checkpoint)\.(\w+)`", words):
         assert key in type(getattr(Recipe(), section)).model_fields, f"{section}.{key}"

@@ -81,9 +81,8 @@ print(json.dumps(said))
 
 
 def test_what_needs_an_extra_says_in_one_line_which():
-    for (extra, package, what), (code, said) in zip(
-        NEEDS, json.loads(run(WITHOUT.format(needs=NEEDS))), strict=True
-    ):
+    ends = json.loads(run(WITHOUT.format(needs=NEEDS)))
+    for (extra, package, what), (code, said) in zip(NEEDS, ends, strict=True):
         assert said.startswith(f"shardwright: this needs {package}, which is not installed: pip ")
         assert said.endswith(f" install 'shardwright[{extra}]'\n")
         assert code == (2 if isinstance(what, list) else package)

@@ -149,9 +149,8 @@ def test_preferences_of_each_kind_are_two_chats_of_which_the_answer_is_learned(r
 def test_preferences_of_text_and_of_alpaca():
     pair = {"chosen": "4", "rejected": "5"}
     assert parse({"prompt": "2+2=", **pair}) == Preference(Completion("2+2=", "4"), Completion("2+2=", "5"))
-    assert parse({"instruction": "Add.", "input": "2, 2", **pair}) == Preference(
-        Instruction("Add.", "2, 2", "4"), Instruction("Add.", "2, 2", "5")
-    )
+    both = (Instruction("Add.", "2, 2", answer) for answer in "45")
+    assert parse({"instruction": "Add.", "input": "2, 2", **pair}) == Preference(*both)
 
 
 def test_turns_that_both_answers_share_are_not_learned():

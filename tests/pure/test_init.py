@@ -118,9 +118,8 @@ def test_bash_completes_commands_keys_values_and_files_and_zsh_and_fish_have_the
     Path("script").write_text(scripts["bash"])
     Path("mine.toml").touch()
     typed = ["", "checkpoint co", "train m", "train mine.toml --adapter.", "init --base.quantise "]
-    done = subprocess.run(
-        ["bash", "-c", COMPLETE, "bash", *typed], capture_output=True, text=True, timeout=30, check=True
-    )
+    words = ["bash", "-c", COMPLETE, "bash", *typed]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     commands, verbs, files, keys, values = (line.split() for line in done.stdout.splitlines())
     assert sorted(commands) == sorted(VERBS)
     assert verbs == ["convert", "consolidate"]
