@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 
-from shardwright.engine.step import held_memory
+from shardwright.engine.step import executor
 from shardwright.torch_private import new_group_of
 from shardwright.transport import mesh
 from shardwright.transport.base import Comm
@@ -105,7 +105,7 @@ def rank_zero_of(world: int) -> Iterator[None]:
     alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over
     made = mock.patch.multiple(mesh, _make_comm=_make_comm, new_group=_new_group)
     no_looks = mock.patch.object(process_state.recorder, "look_s", inf)
-    with alone, made, no_looks, mock.patch.object(held_memory, "PAUSE", inf):
+    with alone, made, no_looks, mock.patch.object(executor, "PAUSE", inf):
         dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world)
         try:
             yield

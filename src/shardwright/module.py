@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from shardwright.engine.step.backward import Backward, backward_of
-from shardwright.engine.step.hooks import reset_step, run_as_forward
+from shardwright.engine.step.hooks import reset_step
 from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import Unit
 from shardwright.errors import InputError, StageError
@@ -440,6 +440,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise InputError(f"{type(module)} does not have a method {method_name}")
+    from shardwright.engine.building.torch_state import run_as_forward  # noqa: PLC0415 such methods
+
     run_as_forward(module, method_name)
 
 

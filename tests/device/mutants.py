@@ -35,7 +35,6 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
         "steps in the backward, offloaded",
         "steps in the backward, state alone on the host",
     ),
-    "engine/groups/grads.py": ("half", "another dim, in a smaller world"),
     "engine/groups/gradient_state.py": (
         "plain",
         "offloaded",

@@ -219,7 +219,7 @@ NOT_SEEN = {
     "engine/groups/group.py restore: group._free()": _INTERRUPTED,
     "engine/groups/group.py restore: group._release()": _INTERRUPTED,
     "engine/step/runtime.py Runtime.running: self._turn.settle()": _INTERRUPTED,
-    "engine/step/turns.py Turn.__enter__: self.settle()": _INTERRUPTED,
+    "engine/step/runtime.py Turn.__enter__: self.settle()": _INTERRUPTED,
     "engine/step/batches.py rehearse: reduction.wait()": _ALONE,
     "engine/step/batches.py rehearse: "
     "reducer.copies.all_reduce(totals, f'all-reduce {reducer.name}').wait()": _ALONE,

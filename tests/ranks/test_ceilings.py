@@ -59,11 +59,11 @@ ROOMS = ("engine", "params", "schedule", "transport")
 # The files that these rooms had when the limits were set, wherever they are now; and new files of the rooms.
 CORE = {
     "": "setters",
-    "engine": "asked containers costs gather_full listeners unit",
+    "engine": "asked costs gather_full listeners unit",
     "engine/building": "build checks clone deferred grouping torch_state",
-    "engine/groups": "decoding gatherer gradient_state grads group reducer table",
+    "engine/groups": "decoding gatherer gradient_state group reducer table",
     "engine/optimizers": "away guard in_backward registry",
-    "engine/step": "backward batches consensus executor held_memory hooks runtime same_model turns",
+    "engine/step": "backward batches consensus executor hooks runtime same_model",
     "params": """
         at_rest binding first_weights flat_param load_plain offload param placement rows
         smaller_world subclass
@@ -75,7 +75,7 @@ CORE = {
     """,
     "transport": """
         attempt base channel collect custom device_times host_limits host_memory jobstore link liveness
-        mesh process process_group recorder secret streams thread_use two_level watched
+        mesh process process_group recorder secret streams two_level watched
     """,
     "transport/cpu": "arena coder connection event_loop handshake pages peers shm sockets transfer views",
 }

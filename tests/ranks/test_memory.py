@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwright import SchedulePolicy, clock, fully_shard, quantize_
-from shardwright.engine.step import held_memory
+from shardwright.engine.step import executor
 from shardwright.errors import StageError
 from shardwright.observe.memory.accounts import memory_of
 from shardwright.observe.memory.out_of_memory import Exhausted
@@ -104,7 +104,7 @@ class Inside(nn.Module):
 @on_ranks(2)
 def test_the_page_of_a_step_has_memory_by_category():
     """In the middle of a forward; in MiB."""
-    held_memory.PAUSE = 0  # ask the allocator at every event
+    executor.PAUSE = 0  # ask the allocator at every event
     seen = []
     look = Inside(lambda: seen.append((clock.perf_counter(), model.memory())))
     model = nn.Sequential(Keeps(8), Keeps(24), look, Keeps(4), nn.Linear(4, 4 * MIB // 16))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardwright import clock
 from shardwright.checkpoint.url import Location
 from shardwright.errors import CheckpointError
-from shardwright.transport.thread_use import waited_for_core
+from shardwright.transport.recorder import waited_for_core
 
 NICE = 14
 _RESTS = 40

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwright.columns import in_words
-from shardwright.engine.step.hooks import methods_run_as_forward
+from shardwright.engine.building.torch_state import methods_run_as_forward
 from shardwright.engine.unit import Unit, unit_of, units_in
 from shardwright.errors import ConfigError, InputError
 from shardwright.module import original_class

@@ -153,7 +153,7 @@ class ProcessState:
 process_state = ProcessState()
 # All that a rank knows hangs here, so that a simulation can have one for each of its ranks, and put the
 # attributes of whichever runs in place. Elsewhere is only what belongs to the real process: its memory
-# (`cpu/pages.py`) and the kernel's counters of its threads (`thread_use.py`).
+# (`cpu/pages.py`) and the kernel's counters of its threads (`recorder.py`).
 
 
 class LaunchLog:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.api import shard_as
 from shardwright.engine.building.build import GroupOptions
 from shardwright.engine.building.checks import check_foreign, check_modules, has_no_forward
-from shardwright.engine.containers import map_tensors
+from shardwright.engine.step.hooks import map_tensors
 from shardwright.engine.unit import Unit, units_in
 from shardwright.errors import InputError, StageError, warn
 from shardwright.module import FSDPModule

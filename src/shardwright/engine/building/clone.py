@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from shardwright.engine.building.deferred import Deferred
+from shardwright.engine.building.torch_state import methods_run_as_forward, run_as_forward
 from shardwright.engine.groups.group import ParamGroup
-from shardwright.engine.step.hooks import ModuleHooks, hooks_of, methods_run_as_forward, run_as_forward
+from shardwright.engine.step.hooks import ModuleHooks, hooks_of
 from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import Unit, mark, units_in, unmark
 from shardwright.errors import InputError, StageError

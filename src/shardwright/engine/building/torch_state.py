@@ -5,6 +5,7 @@ torch's ``register_fsdp_forward_method`` runs a method as the forward; its ``sha
 Loaded when torch asks for one.
 """
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -41,3 +42,34 @@ class TorchState:
             f"torch asks for {name!r} of its own FSDPState, but this module is sharded by shardwright; what "
             "it holds and does is in stats(), trace() and schedule() instead"
         )
+
+
+# ---- other methods of a sharded module that run as its forward does: unsharded around them
+
+
+_WRAPPED = "_runs_as_forward"
+
+
+def run_as_forward(module: nn.Module, name: str) -> None:
+    """From now on do around another method of a sharded module what is done around its forward."""
+    method = getattr(module, name)
+
+    @functools.wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        hooks = hooks_of(module)
+        args, kwargs = hooks.before(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            hooks.after(module, args, None)
+            raise
+        changed = hooks.after(module, args, output)
+        return output if changed is None else changed
+
+    setattr(around, _WRAPPED, True)
+    setattr(module, name, around)
+
+
+def methods_run_as_forward(module: nn.Module) -> list[str]:
+    """Names of the methods for which ``run_as_forward`` was called."""
+    return [name for name, value in module.__dict__.items() if getattr(value, _WRAPPED, False)]

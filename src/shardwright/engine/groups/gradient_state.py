@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.engine.groups.grads import Grads, cast
 from shardwright.errors import InputError, StageError
 from shardwright.params.param import ShardedParam
 from shardwright.torch_private import (
@@ -48,6 +47,7 @@ from shardwright.torch_private import (
 )
 from shardwright.transport.base import Reduction
 
+Grads = dict[ShardedParam, torch.Tensor]
 _CLEARS = ("aten::zero_", "aten::_foreach_zero_")
 _SAME = ("aten::detach", "aten::alias", "aten::detach_", "aten::view")  # as zero_grad() and to_local() do
 
@@ -379,6 +379,22 @@ class GradientState:
         for param in sums:
             for hook in tuple((post_accumulate_grad_hooks_of(param.sharded) or {}).values()):
                 hook(param.sharded)
+
+
+def cast(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Each tensor in its dtype: itself where it has that."""
+    found = list(tensors)
+    copies: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for index, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
+        if tensor.dtype != dtype:
+            found[index] = torch.empty_like(tensor, dtype=dtype)
+            # One kernel takes a list of tensors only where all pairs have the same two dtypes.
+            places, sources = copies.setdefault((tensor.dtype, dtype, tensor.device), ([], []))
+            places.append(found[index])
+            sources.append(tensor)
+    for places, sources in copies.values():
+        foreach_copy_(places, sources)
+    return found
 
 
 def _hooked(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Muon
 from torch.optim.optimizer import Optimizer
@@ -14,7 +15,7 @@ from shardwright.engine.groups.group import ParamGroup, Stage
 from shardwright.engine.groups.table import tables
 from shardwright.engine.listeners import State, listeners
 from shardwright.engine.optimizers.registry import KnownOptimizer, registry
-from shardwright.engine.step.runtime import unsettled
+from shardwright.engine.step.runtime import Runtime, unsettled
 from shardwright.engine.unit import made_of
 from shardwright.errors import InputError, StageError, UnsupportedTorch, warn
 from shardwright.torch_private import current_graph_task, has_optimizer_kernels
@@ -202,6 +203,28 @@ def _warn_of_left_out(optimizer: Optimizer, params: list[Any]) -> None:
             "their gradients are not averaged over ranks, so the ranks' copies become different. Call "
             "fully_shard on the module that holds them (the whole model, last), or, where you average them "
             "yourself, pass them as ignored_params",
+        )
+
+
+def warn_of_late(root: nn.Module, runtime: Runtime) -> None:
+    """Name the parameters that no call has taken, as those are that were put in after it; each once."""
+    if all(group.axis.world * group.axis.num_copies == 1 for group in runtime.groups):
+        return
+    ours = {id(param.unsharded) for group in runtime.groups for param in group.params if param.bound}
+    late = [
+        name
+        for name, param in root.named_parameters()
+        if param.requires_grad
+        and name not in runtime.late
+        and not (isinstance(param, DTensor) or id(param) in ours or is_left_out(param))
+    ]
+    runtime.late.update(late)
+    if late:
+        warn(
+            f"{len(late)} parameters of the model are in no group ({', '.join(late[:3])}"
+            f"{', ...' if len(late) > 3 else ''}), so each rank trains its own: their gradients aren't "
+            "averaged. Put them in before fully_shard, or pass those that you average yourself as "
+            "ignored_params",
         )
 
 

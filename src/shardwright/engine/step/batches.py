@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import torch
 
-from shardwright.engine.groups.grads import separated
+from shardwright.engine.groups.gradient_state import Grads
 from shardwright.engine.groups.group import ParamGroup, Stage
-from shardwright.engine.groups.reducer import Grads, Reducer
+from shardwright.engine.groups.reducer import Reducer, separated
 from shardwright.errors import StageError
 from shardwright.params.param import ShardedParam
 from shardwright.schedule.layout import ParamLayout

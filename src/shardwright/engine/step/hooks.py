@@ -12,41 +12,33 @@ Inputs that need a gradient are passed on as aliases (``view_as``), so that the 
 own share of the gradient is done, however else the caller uses the tensor.
 """
 
-import functools
+import dataclasses
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.engine.containers import (
-    beneath_transforms,
-    cast_floating,
-    map_tensors,
-    opaque_tensors_in,
-    tensors_in,
-)
 from shardwright.engine.groups.gatherer import is_lookup
 from shardwright.engine.groups.group import Stage
 from shardwright.engine.listeners import listeners
-from shardwright.engine.optimizers.guard import after_step, before_step, is_left_out
+from shardwright.engine.optimizers.guard import after_step, before_step, warn_of_late
 from shardwright.engine.optimizers.registry import registry
 from shardwright.engine.step.backward import Call, backward_of
-from shardwright.engine.step.runtime import Entry, Runtime
-from shardwright.engine.step.turns import CallingFrame
+from shardwright.engine.step.runtime import CallingFrame, Entry, Runtime
 from shardwright.engine.unit import Unit, unit_of
 from shardwright.errors import StageError, warn
 from shardwright.params.at_rest import name_remedy
 from shardwright.schedule.schedule import EventKind, Phase
 from shardwright.torch_private import (
     base_of,
+    beneath_transforms,
     copies_what_is_saved,
     current_graph_task,
     forward_pre_hooks_of,
@@ -55,6 +47,8 @@ from shardwright.torch_private import (
     register_optimizer_kernels,
     skipped_by_compiler,
     tree_flatten,
+    tree_leaves,
+    tree_map,
     tree_unflatten,
 )
 from shardwright.transport.process import process_is_ours, process_state
@@ -216,7 +210,7 @@ class ModuleHooks:
             # other parameters; in ``around`` modules show others' until the forward begins.
             if runtime.num_checked != registry.num_checked and not runtime.table.around:
                 runtime.num_checked = registry.num_checked
-                _warn_of_late(root, runtime)
+                warn_of_late(root, runtime)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
             # torch doesn't call ``after`` for a KeyboardInterrupt: the stack says whether the forward runs.
             # A ``__call__`` of the swapped class would be a frame more in each call of each sharded module.
@@ -375,28 +369,6 @@ def reset_step(runtime: Runtime) -> None:
         group.reducer.gradients.forget()
 
 
-def _warn_of_late(root: nn.Module, runtime: Runtime) -> None:
-    """Name the parameters that no call has taken, as those are that were put in after it; each once."""
-    if all(group.axis.world * group.axis.num_copies == 1 for group in runtime.groups):
-        return
-    ours = {id(param.unsharded) for group in runtime.groups for param in group.params if param.bound}
-    late = [
-        name
-        for name, param in root.named_parameters()
-        if param.requires_grad
-        and name not in runtime.late
-        and not (isinstance(param, DTensor) or id(param) in ours or is_left_out(param))
-    ]
-    runtime.late.update(late)
-    if late:
-        warn(
-            f"{len(late)} parameters of the model are in no group ({', '.join(late[:3])}"
-            f"{', ...' if len(late) > 3 else ''}), so each rank trains its own: their gradients aren't "
-            "averaged. Put them in before fully_shard, or pass those that you average yourself as "
-            "ignored_params",
-        )
-
-
 def watch_sharded_grad(param: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Call ``call(param)`` whenever a gradient was reduced and added to a sharded parameter's."""
     return param.register_post_accumulate_grad_hook(call)
@@ -418,37 +390,6 @@ def guard_optimizers() -> None:
         register_optimizer_step_post_hook(process_state.recorder.end_optimizer)
         if process_is_ours():
             gc.callbacks.append(process_state.recorder.collected)
-
-
-# ---- other methods of a sharded module that run as its forward does: unsharded around them
-
-
-_WRAPPED = "_runs_as_forward"
-
-
-def run_as_forward(module: nn.Module, name: str) -> None:
-    """From now on do around another method of a sharded module what is done around its forward."""
-    method = getattr(module, name)
-
-    @functools.wraps(method)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        hooks = hooks_of(module)
-        args, kwargs = hooks.before(module, args, kwargs)
-        try:
-            output = method(*args, **kwargs)
-        except BaseException:
-            hooks.after(module, args, None)
-            raise
-        changed = hooks.after(module, args, output)
-        return output if changed is None else changed
-
-    setattr(around, _WRAPPED, True)
-    setattr(module, name, around)
-
-
-def methods_run_as_forward(module: nn.Module) -> list[str]:
-    """Names of the methods for which ``run_as_forward`` was called."""
-    return [name for name, value in module.__dict__.items() if getattr(value, _WRAPPED, False)]
 
 
 # ---- weights that leave a forward: their memory is given back after it, so copies leave
@@ -476,3 +417,66 @@ def without_weights(name: str, owners: Sequence[Unit], output: Any) -> Any:
             "(.clone()), since the memory of parameters is given back after the forward"
         )
     return output
+
+
+# ---- tensors inside of what a forward takes and gives: any nesting of containers, dataclasses and objects
+
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type, nn.Module)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside ``value``, each once: in containers, and in the attributes of any object."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        for leaf in tree_leaves(waiting.pop()):
+            if isinstance(leaf, _PLAIN) or id(leaf) in seen:
+                continue
+            seen.add(id(leaf))
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            else:
+                waiting.extend(_inside(leaf))
+
+
+def opaque_tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that are attributes of objects, where ``map_tensors`` can't put others in their place."""
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, (*_PLAIN, torch.Tensor)):
+            yield from tensors_in(leaf)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with every tensor changed: containers and dataclasses are made anew, other objects kept."""
+
+    def at_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if isinstance(leaf, set | frozenset):
+            return type(leaf)(at_leaf(item) for item in leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = [f.name for f in dataclasses.fields(leaf) if f.init]
+            return dataclasses.replace(
+                leaf, **{name: map_tensors(change, getattr(leaf, name)) for name in fields}
+            )
+        return leaf
+
+    return tree_map(at_leaf, value)
+
+
+def cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in ``dtype`` where it is floating point, else as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _inside(leaf: Any) -> list[Any]:
+    if isinstance(leaf, set | frozenset):
+        return list(leaf)
+    slots = (name for cls in type(leaf).__mro__ for name in _slot_names(cls))
+    return [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, n) for n in slots if hasattr(leaf, n))]
+
+
+def _slot_names(cls: type) -> tuple[str, ...]:
+    names = cls.__dict__.get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -31,8 +31,8 @@ from shardwright.transport.recorder import (
     USE,
     WAIT,
     Label,
+    ThreadUse,
 )
-from shardwright.transport.thread_use import ThreadUse
 
 VERBS = ("all-gather", "reduce-scatter", "all-reduce")
 _HALVES = ("reduce", "spread")  # of an all-reduce
