@@ -45,7 +45,8 @@ class MixedPrecisionPolicy:
     optimizer's state.
 
     Args:
-        param_dtype: dtype of the all-gather, and of the parameters that forward and backward see.
+        param_dtype: dtype of the parameters that forward and backward see, and of the all-gather where
+            ``gather_dtype`` says no other.
         reduce_dtype: dtype in which gradients are summed over ranks and over microbatches. None means what
             it means in the installed torch: from 2.15 on the dtype that the parameter has at rest, before
             2.15 ``param_dtype``. Gradients whose own dtype converts to it exactly are sent in their own
@@ -61,10 +62,12 @@ class MixedPrecisionPolicy:
             ``torch.bfloat16`` beside weights that compute in float32 halves what is sent. Weights are rounded
             to it, also in a world of one, and computed with in ``param_dtype``; while a group arrives it
             holds both. It isn't for those that ``param_dtype_override_fn`` leaves in their dtype, for
-            quantised ones, and for subclasses that say themselves what is gathered.
+            scalars (whole on every rank), for quantised ones, and for subclasses that say themselves what is
+            gathered. Dtypes of 8 bits are refused: they need a scale, and none is sent.
 
     Raises:
-        InputError: a dtype isn't a floating-point ``torch.dtype``, or the function can't be called.
+        InputError: a dtype isn't a floating-point ``torch.dtype``, ``gather_dtype`` has 8 bits, or the
+            function can't be called.
 
     Examples:
         >>> bf16 = shardwright.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -87,6 +90,11 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "gather_dtype"):
             _check_dtype("MixedPrecisionPolicy", field, getattr(self, field))
+        if self.gather_dtype is not None and self.gather_dtype.itemsize < 2:
+            raise InputError(
+                f"MixedPrecisionPolicy.gather_dtype is {self.gather_dtype}, whose range weights would leave, "
+                "as no scale is sent with them; expected 16 bits or more, for example torch.bfloat16"
+            )
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise InputError(
                 "MixedPrecisionPolicy.param_dtype_override_fn must be a function of a parameter or None, got "
@@ -121,7 +129,7 @@ class MixedPrecisionPolicy:
 
         Args:
             at_rest: dtype of its shards.
-            unsharded: dtype in which it is gathered.
+            unsharded: dtype in which forward and backward see it.
 
         Returns:
             ``reduce_dtype``; where that is None, one of both, as the installed torch means it.

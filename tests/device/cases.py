@@ -471,7 +471,7 @@ def _read(unit: FSDPModule) -> list[torch.Tensor]:
 def _held(model: nn.Module) -> list[torch.Tensor]:
     """Bytes of buffers, now and at most; and now of those that are only gathered into."""
     found, groups = stats(model), [group for unit in units_in(model) for group in unit.groups]
-    wires = [group.buffer.wire for group in groups if group.buffer is not None]
+    wires = [group.buffer.arrival for group in groups if group.buffer is not None]
     nbytes = sum(wire.allocated_nbytes for wire in wires if wire is not None)
     return [torch.full((), n) for n in (found.unsharded_nbytes, found.peak_unsharded_nbytes, nbytes)]
 

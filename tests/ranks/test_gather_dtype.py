@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from shardwright import MixedPrecisionPolicy, fully_shard, set_transport, stats
+from shardwright.engine.unit import unit_of
 from shardwright.errors import Diverged, InputError
 from tests.ranks.models import Block, full
 from tests.ranks.pool import on_ranks, run_ranks
@@ -149,6 +150,20 @@ def test_ranks_that_send_in_other_dtypes_are_told(rank):
         model(torch.ones(2, WIDTH))
 
 
-def test_a_dtype_that_is_none_is_refused():
+@on_ranks(2)
+def test_a_budget_is_asked_for_what_arrives_too():
+    model = fully_shard(nn.Linear(WIDTH, WIDTH), mp_policy=BF16)
+    group = unit_of(model).group
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    model.reshard()
+    model.unshard(async_op=True)
+    assert group.held_nbytes == group.arriving_nbytes > 1.4 * group.unsharded_nbytes
+    model.unshard()
+    assert group.held_nbytes == group.unsharded_nbytes
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.int32, torch.float8_e4m3fn], ids=str)
+def test_a_dtype_that_weights_cannot_be_sent_in_is_refused(dtype):
     with pytest.raises(InputError, match="gather_dtype"):
-        MixedPrecisionPolicy(gather_dtype="bf16")
+        MixedPrecisionPolicy(gather_dtype=dtype)

@@ -24,15 +24,15 @@ from shardwright.transport.cpu.pages import HUGE_PAGE_NBYTES, advise_huge, keep_
 class Buffer:
     """``nbytes`` of device memory, given back and taken again at a stable storage. Starts freed.
 
-    wire: where some of what lies in it is gathered, in another order or dtype. pairs: for that a part of this
-        memory, through tensors of its own, and the part of the wire that it is copied from.
+    arrival: where some of what lies in it arrives, in another order or dtype. pairs: for that a part of this
+        memory, through tensors of its own, and the part of ``arrival`` that it is copied from.
     allocated_nbytes: held now, of both.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, wire: "Buffer | None" = None) -> None:
+    def __init__(self, nbytes: int, device: torch.device, arrival: "Buffer | None" = None) -> None:
         self.nbytes = nbytes
         self.allocated_nbytes = 0
-        self.wire = wire
+        self.arrival = arrival
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         # The same storage object for the life of the group, since autograd saves tensors that view it: with a
         # parameter's data swapped between pooled buffers the backward of one layer would read the weights of
@@ -49,25 +49,25 @@ class Buffer:
             if self.nbytes >= HUGE_PAGE_NBYTES:
                 advise_huge(self._storage)
         self.allocated_nbytes = self.nbytes
-        if self.wire is not None:
-            self.wire.alloc()
-            self.allocated_nbytes += self.wire.nbytes
+        if self.arrival is not None:
+            self.arrival.alloc()
+            self.allocated_nbytes += self.arrival.nbytes
 
     def free(self) -> None:
         """Give the memory back; tensors over it may not be read until it is taken and filled again."""
         # This really frees the memory, and every view that autograd has saved reads the regrown one.
         self._storage.resize_(0)
         self.allocated_nbytes = 0
-        if self.wire is not None:
-            self.wire.free()
+        if self.arrival is not None:
+            self.arrival.free()
 
-    def arrive(self, keep_wire: bool) -> None:
-        """Copy what was gathered on the wire to its place of use. keep_wire: it is still needed while
+    def arrive(self, keep_arrival: bool) -> None:
+        """Copy what arrived elsewhere to its place of use. keep_arrival: it is still needed while
         unsharded."""
         for place, part in self.pairs:
             place.copy_(part)
-        if self.wire is not None and not keep_wire:
-            self.wire.free()
+        if self.arrival is not None and not keep_arrival:
+            self.arrival.free()
             self.allocated_nbytes = self.nbytes
 
     def tensor(
@@ -177,36 +177,38 @@ def own_buffer(bound: Typed, device: torch.device, keeps_order: bool = False) ->
     across = [stack for stack in stacks if stack.lies_elsewhere]
     layout = GroupLayout(tuple(s.layout for s in stacks), tuple(s.dtype.itemsize for s in stacks))
     where = GroupLayout(tuple(s.layout for s in across), tuple(s.sent.itemsize for s in across))
-    wire_offsets = iter(where.offsets_nbytes)
+    arrival_offsets = iter(where.offsets_nbytes)
     buffer = Buffer(layout.nbytes, device, Buffer(where.nbytes, device) if across else None)
     buffer.alloc()
     for stack, offset in zip(stacks, layout.offsets_nbytes, strict=True):
-        if buffer.wire is None or not stack.lies_elsewhere:
+        if buffer.arrival is None or not stack.lies_elsewhere:
             bind(stack.params[0], buffer, offset, stack.dtype)
         elif keeps_order or stack.layout.in_order:
-            _bind_transposed(buffer, buffer.wire, offset, next(wire_offsets), stack)
+            _bind_transposed(buffer, buffer.arrival, offset, next(arrival_offsets), stack)
         else:
-            _bind_stack(buffer, buffer.wire, offset, next(wire_offsets), stack)
+            _bind_stack(buffer, buffer.arrival, offset, next(arrival_offsets), stack)
     buffer.free()
     return buffer
 
 
-def _bind_transposed(buffer: Buffer, wire: Buffer, offset: int, wire_offset: int, stack: _Stack) -> None:
+def _bind_transposed(
+    buffer: Buffer, arrival: Buffer, offset: int, arrival_offset: int, stack: _Stack
+) -> None:
     param, dtype, layout = stack.params[0], stack.dtype, stack.layout
     strides = contiguous_strides(layout.shape)
     face, filled = (buffer.tensor(dtype, offset, layout.shape, strides) for _ in range(2))
-    bind(param, wire, wire_offset, stack.sent, face)
-    gathered = wire.tensor(stack.sent, wire_offset, layout.shape, layout.strides)
+    bind(param, arrival, arrival_offset, stack.sent, face)
+    gathered = arrival.tensor(stack.sent, arrival_offset, layout.shape, layout.strides)
     buffer.pairs.append((filled, gathered))  # not the face: filling is no in-place change of a weight
 
 
-def _bind_stack(buffer: Buffer, wire: Buffer, offset: int, wire_offset: int, stack: _Stack) -> None:
+def _bind_stack(buffer: Buffer, arrival: Buffer, offset: int, arrival_offset: int, stack: _Stack) -> None:
     dtype, sent, layout = stack.dtype, stack.sent, stack.layout
     outer, rank = layout.shape[0], stack.params[0].axis.rank
     width, own_width, part = (
         prod(shape[1:]) for shape in (layout.shape, layout.shard_shape(rank), layout.shard_shape(0))
     )
-    region = wire.tensor(sent, wire_offset, (layout.padded_numel,), (1,))
+    region = arrival.tensor(sent, arrival_offset, (layout.padded_numel,), (1,))
     segment = Segment(region, layout.spans, kept=Kept())
     filled = buffer.tensor(dtype, offset, (outer, width), (width, 1))
     num_equal = width // part if part else 0  # one copy, whatever the world
@@ -215,12 +217,12 @@ def _bind_stack(buffer: Buffer, wire: Buffer, offset: int, wire_offset: int, sta
     buffer.pairs.append((first, equal.view(num_equal, outer, part).transpose(0, 1)))
     if rest.numel():  # one more for the rank that has fewer
         buffer.pairs.append((filled[:, num_equal * part :], rest.view(outer, -1)))
-    own_offset = wire_offset + layout.span(rank)[0] * sent.itemsize
+    own_offset = arrival_offset + layout.span(rank)[0] * sent.itemsize
     for param, start in zip(stack.params, stack.starts, strict=True):
         shape, own_shape = param.layout.shape, param.layout.shard_shape(rank)
         begin, own_begin = start * width * dtype.itemsize, start * own_width * sent.itemsize
         face = buffer.tensor(dtype, offset + begin, shape, contiguous_strides(shape))
-        own = wire.tensor(sent, own_offset + own_begin, own_shape, contiguous_strides(own_shape))
+        own = arrival.tensor(sent, own_offset + own_begin, own_shape, contiguous_strides(own_shape))
         param.bind_to(face, segment, own)
 
 

@@ -96,7 +96,7 @@ class Unsharded:
     own: (
         torch.Tensor
     )  # this rank's part of what is gathered, in the shape of the local shard: of the face or,
-    # where that is filled on arrival (`Buffer.wire`), of the wire, whose dtype may be another
+    # where that is filled on arrival (`Buffer.arrival`), of that, whose dtype may be another
 
 
 class ShardedParam:
@@ -311,6 +311,7 @@ class ShardedParam:
 
     def sent_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Dtype in which it is gathered: that of compute, unless the policy says another."""
+        # A scalar is on every rank and isn't sent; integers and what keeps its dtype would lose values.
         dtype = self.compute_dtype(policy)
         casts = dtype.is_floating_point and not self.kept_dtype and self.layout.dim is not None
         return policy.gather_dtype or dtype if casts else dtype

@@ -5,7 +5,7 @@
     fsdp_should_release_all_gather_outputs_after_post_all_gather() -> whether ``outputs`` go then (optional)
 
 at rest      the subclass, this rank's rows (``torch.chunk``'s)
-gathering    ``wire``: what the first method gave, of all ranks
+gathering    ``arrival``: what the first method gave, of all ranks
 unsharded    what the second method made of it; later calls fill that very tensor, ``out``
 """
 
@@ -61,7 +61,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class _Wire:
+class _Arrival:
     """The memory that inputs are gathered in: a buffer for each, since code of such classes may count on an
     output that has a storage of its own. own: this rank's places; outputs: those of all ranks."""
 
@@ -78,7 +78,7 @@ class ExtendedParam(ShardedParam):
 
     extended = True
     shows_itself = True  # what it shows is made anew by the first gather
-    _wire: _Wire | None = None
+    _arrival: _Arrival | None = None
     _made = False
     _metadata: Any = None
     _inner: tuple[tuple[torch.UntypedStorage, int], ...] = ()
@@ -104,8 +104,8 @@ class ExtendedParam(ShardedParam):
         return twin
 
     def unbind(self, dtype: torch.dtype) -> None:
-        """Forget wire and unsharded face; a stand-in of ``dtype`` is there until ``arrive``."""
-        self._wire, self._made, self._metadata, self._inner = None, False, None, ()
+        """Forget what arrived and unsharded face; a stand-in of ``dtype`` is there until ``arrive``."""
+        self._arrival, self._made, self._metadata, self._inner = None, False, None, ()
         self._expose(nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=self.trainable))
 
     def _expose(self, param: nn.Parameter) -> None:
@@ -117,8 +117,8 @@ class ExtendedParam(ShardedParam):
     def fill(
         self, policy: MixedPrecisionPolicy, copies: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[Segment]:
-        """Take the wire; what has to be gathered. copies: gets the places on it and this rank's inputs for
-        them, for the caller to copy.
+        """Take the memory that it arrives in; what has to be gathered. copies: gets the places there and this
+        rank's inputs for them, for the caller to copy.
 
         Raises: StageError for inputs of other shapes or dtypes than before; InputError for inputs whose rows
             are neither the shard's nor padded like it where the ranks don't divide the rows.
@@ -126,28 +126,28 @@ class ExtendedParam(ShardedParam):
         inputs, self._metadata = self._call_pre(policy)
         inputs = [part.reshape(1) if part.ndim == 0 else part for part in inputs]
         kinds = [(part.shape, part.dtype) for part in inputs]
-        if self._wire is None:
-            self._wire = self._lay_out(kinds)
-        if kinds != self._wire.kinds:
+        if self._arrival is None:
+            self._arrival = self._lay_out(kinds)
+        if kinds != self._arrival.kinds:
             raise StageError(
-                f"{PRE} of parameter {self.fqn!r} gave {kinds}, and {self._wire.kinds} before; "
+                f"{PRE} of parameter {self.fqn!r} gave {kinds}, and {self._arrival.kinds} before; "
                 "shapes and dtypes must stay the same"
             )
-        for buffer in self._wire.buffers:
+        for buffer in self._arrival.buffers:
             buffer.alloc()
-        for layout, output in zip(self._wire.layouts, self._wire.outputs, strict=True):
+        for layout, output in zip(self._arrival.layouts, self._arrival.outputs, strict=True):
             output[layout.rows :].zero_()  # padding, which no rank sends
-        for own, part in zip(self._wire.own, inputs, strict=True):
+        for own, part in zip(self._arrival.own, inputs, strict=True):
             copies.append((own, part[: len(own)]))
-        pairs = zip(self._wire.regions, self._wire.layouts, strict=True)
+        pairs = zip(self._arrival.regions, self._arrival.layouts, strict=True)
         return [Segment(region, layout.spans) for region, layout in pairs]
 
     def arrive(self, policy: MixedPrecisionPolicy) -> None:
         """Make the unsharded parameter of what was gathered."""
-        assert self._wire is not None
+        assert self._arrival is not None
         dtype = self.sharded.dtype if self.kept_dtype else policy.param_dtype or self.sharded.dtype
         post = getattr(self.local, POST)
-        outputs = tuple(self._wire.outputs)
+        outputs = tuple(self._arrival.outputs)
         if self._made:
             # The storages that autograd's saved tensors view, as of a plain parameter's buffer: regrown in
             # place before they are filled again.
@@ -161,7 +161,7 @@ class ExtendedParam(ShardedParam):
             made = torch.as_strided(made, self.spec.shape, self.spec.stride, 0)
         storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in inner)}
         for output in outputs:
-            # The wire is a buffer's, which frees it itself.
+            # It arrived in a buffer's, which frees it itself.
             storages.pop(output.untyped_storage().data_ptr(), None)
         self._inner = tuple((storage, storage.nbytes()) for storage in storages.values())
         self._expose(nn.Parameter(made, requires_grad=self.trainable))
@@ -172,24 +172,24 @@ class ExtendedParam(ShardedParam):
         """Free what was gathered, if the class says that the unsharded parameter doesn't read it."""
         asks = getattr(self.local, RELEASE, None)
         if asks is not None and asks():
-            self._free_wire()
+            self._free_arrival()
 
-    def _free_wire(self) -> None:
-        for buffer in self._wire.buffers if self._wire is not None else ():
+    def _free_arrival(self) -> None:
+        for buffer in self._arrival.buffers if self._arrival is not None else ():
             buffer.free()
 
     def free(self) -> None:
-        """Give the memory of the wire and of the unsharded parameter back."""
-        self._free_wire()
+        """Give the memory that it arrived in and of the unsharded parameter back."""
+        self._free_arrival()
         for storage, _ in self._inner:
             storage.resize_(0)
 
     @property
     def held_nbytes(self) -> int:
         """Bytes of both, now."""
-        buffers = self._wire.buffers if self._wire is not None else ()
-        wire = sum(buffer.allocated_nbytes for buffer in buffers)
-        return wire + sum(storage.nbytes() for storage, _ in self._inner)
+        buffers = self._arrival.buffers if self._arrival is not None else ()
+        arrived = sum(buffer.allocated_nbytes for buffer in buffers)
+        return arrived + sum(storage.nbytes() for storage, _ in self._inner)
 
     def write_back(self) -> None:
         """See ``ShardedParam.write_back``."""
@@ -209,19 +209,19 @@ class ExtendedParam(ShardedParam):
             )
         return pre(mesh, self.spec.shape, self.spec.stride, self.sites[0].module, policy)
 
-    def _lay_out(self, kinds: list[tuple[torch.Size, torch.dtype]]) -> _Wire:
+    def _lay_out(self, kinds: list[tuple[torch.Size, torch.dtype]]) -> _Arrival:
         world, rank = self.axis.world, self.axis.rank
-        wire = _Wire([], kinds, [self._layout_of(shape) for shape, _ in kinds], [], [], [])
-        for layout, (_, dtype) in zip(wire.layouts, kinds, strict=True):
+        arrival = _Arrival([], kinds, [self._layout_of(shape) for shape, _ in kinds], [], [], [])
+        for layout, (_, dtype) in zip(arrival.layouts, kinds, strict=True):
             start = layout.span(rank)[0] * dtype.itemsize
             shape = (layout.chunk_rows * world, *layout.shape[1:])
             buffer = Buffer(layout.padded_numel * dtype.itemsize, self.axis.device)
             buffer.alloc()
-            wire.buffers.append(buffer)
-            wire.regions.append(buffer.tensor(dtype, 0, (layout.padded_numel,), (1,)))
-            wire.own.append(buffer.tensor(dtype, start, layout.shard_shape(rank), layout.strides))
-            wire.outputs.append(buffer.tensor(dtype, 0, shape, layout.strides))
-        return wire
+            arrival.buffers.append(buffer)
+            arrival.regions.append(buffer.tensor(dtype, 0, (layout.padded_numel,), (1,)))
+            arrival.own.append(buffer.tensor(dtype, start, layout.shard_shape(rank), layout.strides))
+            arrival.outputs.append(buffer.tensor(dtype, 0, shape, layout.strides))
+        return arrival
 
     def _layout_of(self, shape: torch.Size) -> ParamLayout:
         """How an input lies among the ranks: like the parameter's rows, or in equal parts."""
@@ -250,7 +250,7 @@ def follow_extensions(params: Sequence[ShardedParam]) -> None:
             raise InputError(not_extensible(param.fqn, param.local))
     each: Any
     for each in changed:
-        for name in ("_wire", "_made", "_metadata", "_inner"):
+        for name in ("_arrival", "_made", "_metadata", "_inner"):
             vars(each).pop(name, None)
         each.bound = None
         kind: Any = ShardedParam if isinstance(each, ExtendedParam) else ExtendedParam

@@ -1,8 +1,8 @@
 """A group's encoded weights: gathered as codes and scales, decoded once all of them are there.
 
 at rest       codes and scales, this rank's rows
-gathering     ``wire``: codes and scales of all ranks
-unsharded     ``dense``: the decoded weights, which modules show; ``wire`` is freed
+gathering     ``arrival``: codes and scales of all ranks
+unsharded     ``dense``: the decoded weights, which modules show; ``arrival`` is freed
 
 Beside them the group's parameters of tensor subclasses that encode themselves (``extended``).
 """
@@ -129,7 +129,7 @@ class Decoding:
         self._filled: dict[ShardedParam, torch.Tensor] = {}
         self._device = device
         self.is_idle = not self.pairs and not self.extended
-        self.wire = Buffer(0, device)
+        self.arrival = Buffer(0, device)
         self.dense = Buffer(0, device)
 
     def bind(self) -> None:
@@ -141,11 +141,11 @@ class Decoding:
         parts = [part for pair in self.pairs for part in pair.parts]
         dtypes = [part.local.dtype for part in parts]
         layout = GroupLayout(tuple(p.layout for p in parts), tuple(d.itemsize for d in dtypes))
-        self.wire = Buffer(layout.nbytes, self._device)
-        self.wire.alloc()
+        self.arrival = Buffer(layout.nbytes, self._device)
+        self.arrival.alloc()
         for part, offset, dtype in zip(parts, layout.offsets_nbytes, dtypes, strict=True):
-            bind(part, self.wire, offset, dtype)
-        self.wire.free()
+            bind(part, self.arrival, offset, dtype)
+        self.arrival.free()
         how = [pair.encoding for pair in self.pairs]
         offsets, nbytes = pack([torch.Size(e.shape).numel() * e.compute_dtype.itemsize for e in how])
         self.dense = Buffer(nbytes, self._device)
@@ -160,17 +160,17 @@ class Decoding:
         self.faces = faces  # all at once: they say that this is done
 
     def fill(self) -> list[Segment]:
-        """Take the wire's memory, and fill it for extended parameters; what these have to gather."""
-        self.wire.alloc()
+        """Take the memory of ``arrival``, and fill it for extended parameters; what these have to gather."""
+        self.arrival.alloc()
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         segments = [segment for param in self.extended for segment in param.fill(self._policy, copies)]
         copy_together([place for place, _ in copies], [part for _, part in copies])
         return segments
 
-    def arrive(self, keep_wire: bool) -> int:
+    def arrive(self, keep_arrival: bool) -> int:
         """Decode what was gathered; returns the bytes that were held meanwhile.
 
-        keep_wire: the codes are still needed while unsharded.
+        keep_arrival: the codes are still needed while unsharded.
         """
         self.dense.alloc()
         with torch.no_grad():
@@ -181,8 +181,8 @@ class Decoding:
                 param.arrive(self._policy)
         # Of both buffers, before the codes are freed: so much is held at once.
         held_nbytes = self.held_nbytes
-        if not keep_wire:
-            self.wire.free()
+        if not keep_arrival:
+            self.arrival.free()
         return held_nbytes
 
     def show(self) -> None:
@@ -192,7 +192,7 @@ class Decoding:
 
     def free(self) -> None:
         """Give the memory of both buffers back, and that of extended parameters."""
-        self.wire.free()
+        self.arrival.free()
         self.dense.free()
         for param in self.extended:
             param.free()
@@ -203,10 +203,15 @@ class Decoding:
         return self.dense.nbytes
 
     @property
+    def arrival_nbytes(self) -> int:
+        """Bytes of the codes until they are decoded."""
+        return self.arrival.nbytes
+
+    @property
     def held_nbytes(self) -> int:
         """Bytes of both buffers and of extended parameters now."""
         own = sum(param.held_nbytes for param in self.extended)
-        return own + self.wire.allocated_nbytes + self.dense.allocated_nbytes
+        return own + self.arrival.allocated_nbytes + self.dense.allocated_nbytes
 
     def write_back(self, param: ShardedParam) -> None:
         """Encode anew the decoded weight whose codes are ``param``, which was edited."""

@@ -60,7 +60,7 @@ class NothingDecoded:
     frozen = pairs = extended = ()
     parts: frozenset[ShardedParam] = frozenset()
     faces: Mapping[ShardedParam, nn.Parameter] = MappingProxyType({})
-    dense_nbytes = held_nbytes = 0
+    dense_nbytes = arrival_nbytes = held_nbytes = 0
 
     def bind(self) -> None:
         """There are no buffers to lay out."""

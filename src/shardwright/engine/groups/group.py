@@ -253,12 +253,12 @@ class ParamGroup:
         self._gather = None
         held_nbytes, decoding = self.held_nbytes, self.gatherer.decoding
         # The smaller world's shards are taken of what was gathered, after the forward.
-        keep_wire = self.gatherer.smaller_world is not None
+        keep_arrival = self.gatherer.smaller_world is not None
         try:
-            self.buffer.arrive(keep_wire)
+            self.buffer.arrive(keep_arrival)
             if not decoding.is_idle:
                 held_nbytes -= decoding.held_nbytes
-                held_nbytes += decoding.arrive(keep_wire)
+                held_nbytes += decoding.arrive(keep_arrival)
         except Exception:
             self.give_up()
             raise
@@ -354,6 +354,13 @@ class ParamGroup:
         return 0 if self.buffer is None else self.buffer.nbytes + self.gatherer.decoding.dense_nbytes
 
     @property
+    def arriving_nbytes(self) -> int:
+        """Bytes of the buffers as an all-gather arrives: of what is used, and what came in another form."""
+        arrival = None if self.buffer is None else self.buffer.arrival
+        more_nbytes = self.gatherer.decoding.arrival_nbytes + (0 if arrival is None else arrival.nbytes)
+        return self.unsharded_nbytes + more_nbytes
+
+    @property
     def held_nbytes(self) -> int:
         """Bytes held now for unsharded parameters, or for their shards over a smaller world."""
         held = 0 if self.buffer is None else self.buffer.allocated_nbytes
@@ -379,7 +386,7 @@ class ParamGroup:
 
 
 def gathered_nbytes(group: ParamGroup) -> int:
-    """Bytes of all ranks' shards in the dtypes of the wire, except of subclasses that say what is
+    """Bytes of all ranks' shards in the dtypes that are sent, except of subclasses that say what is
     gathered."""
     params = [param for param in group.params if param.layout.dim is not None and not param.extended]
     return sum([param.layout.numel * param.sent_dtype(group.policy).itemsize for param in params])

@@ -78,6 +78,8 @@ def _empty(param: ShardedParam, layout: ParamLayout) -> Segment:
 
 def _filled(params: Sequence[ShardedParam]) -> list[Segment]:
     """The segments of an all-gather, in memory of their own, with this rank's spans filled."""
+    # What ``Bound.copy_in`` copies into the group's own memory: a change of either is one of both, or ranks
+    # that only participate would send other bytes.
     segments: dict[int, Segment] = {}
     for param in params:
         bound = param.gather_segment()

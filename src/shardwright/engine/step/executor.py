@@ -101,7 +101,7 @@ class Memory:
     def check_unshard(self, groups: Sequence[ParamGroup]) -> None:
         """Raises: OutOfMemory where the budget has no room for the buffers of ``groups``."""
         assert self.budget is not None
-        more_nbytes = sum([group.unsharded_nbytes - group.held_nbytes for group in groups])
+        more_nbytes = sum([group.arriving_nbytes - group.held_nbytes for group in groups])
         if not self.budget.has_room(more_nbytes):
             self._refuse(more_nbytes, f"unsharding {', '.join(group.name for group in groups)}")
 
