@@ -239,9 +239,8 @@ def test_a_save_that_is_killed_anywhere_leaves_a_checkpoint_that_loads(kind, tmp
 @on_ranks(2)
 def test_what_something_else_has_saved_is_not_overwritten(rank, world, tmp_path):
     folder = tmp_path
-    sharded, whole = (
-        launched(rank, world, ShardwrightStrategy(state_dict_type=k)) for k in ("sharded", "full")
-    )
+    strategies = (ShardwrightStrategy(state_dict_type=kind) for kind in ("sharded", "full"))
+    sharded, whole = (launched(rank, world, strategy) for strategy in strategies)
     model = sharded.setup_module(make())
     sharded.save(folder / "folder", {"model": model})
     whole.save(folder / "file", {"model": model}, filter={"model": lambda name, _: name.endswith("bias")})

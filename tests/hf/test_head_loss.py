@@ -49,9 +49,8 @@ def test_loss_and_gradients_are_those_of_the_models_logits(kind, caplog):
     twin = copy.deepcopy(model)
     inputs, targets = batch()
     logits = twin(input_ids=inputs, use_cache=False).logits
-    wanted, grads = trained(
-        twin, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-    )
+    loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    wanted, grads = trained(twin, loss)
     found, ours = trained(model, HeadLoss(model)(inputs, targets))
     assert found == pytest.approx(wanted, rel=1e-6)
     for name, grad in grads.items():

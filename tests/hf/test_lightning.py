@@ -76,12 +76,11 @@ def trainer_of(pl, world, strategy, folder=None, **options):
 def loaders(world):
     """Of six rows, which ranks share."""
     rank = int(os.environ["RANK"]) if world > 1 else 0
-    return [
-        torch.utils.data.DataLoader(
-            rows, 6 // world, sampler=torch.utils.data.DistributedSampler(rows, world, rank, shuffle=False)
-        )
-        for rows in (ROWS, ROWS[:12])
-    ]
+    loaders = []
+    for rows in (ROWS, ROWS[:12]):
+        sampler = torch.utils.data.DistributedSampler(rows, world, rank, shuffle=False)
+        loaders.append(torch.utils.data.DataLoader(rows, 6 // world, sampler=sampler))
+    return loaders
 
 
 def fitted(pl, world, strategy, ckpt_path=None, module=None, **options):
@@ -124,9 +123,8 @@ def several(rank, world, package, folder):
     assert again["heldout"] == pytest.approx(found[0][1], rel=1e-6)
     found.append(figures(*fitted(pl, world, "shardwright", precision="bf16-mixed")))
     found.append(figures(*fitted(pl, world, "shardwright", gradient_clip_algorithm="value")))
-    callback = import_module(f"{package}.callbacks").ModelCheckpoint(
-        folder, "best", "heldout", save_last=True
-    )
+    callbacks = import_module(f"{package}.callbacks")
+    callback = callbacks.ModelCheckpoint(folder, "best", "heldout", save_last=True)
     options = {"callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
     trainer, module = fitted(pl, world, "shardwright", **options)
     trainer.save_checkpoint(folder / "by-hand.ckpt")
@@ -143,9 +141,8 @@ def resumed(rank, world, package, folder):
     import_module("shardwright.lightning")
     found = []
     for name in ("last.ckpt", "by-hand.ckpt", "whole.ckpt", "alone.ckpt"):
-        trainer, module = fitted(
-            pl, world, "shardwright", str(folder / name), module_of(pl, nested=True, seed=9)
-        )
+        module = module_of(pl, nested=True, seed=9)
+        trainer, module = fitted(pl, world, "shardwright", str(folder / name), module)
         assert trainer.global_step == 4
         found.append(figures(trainer, module))
     (best,) = trainer.validate(module, loaders(world)[1], ckpt_path=str(folder / "best.ckpt"), verbose=False)

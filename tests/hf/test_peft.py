@@ -86,15 +86,11 @@ def carries_bitsandbytes(rank, world, folder):
     losses = {}
     for storage in (torch.uint8, torch.float32, torch.bfloat16):
         for dtype in (None, torch.bfloat16):
-            packed = transformers.BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_compute_dtype=torch.float32,
-                bnb_4bit_quant_storage=storage,
-            )
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, quantization_config=packed, dtype=torch.float32
-            )
+            dtypes = {"compute_dtype": torch.float32, "quant_storage": storage}
+            options = {f"bnb_4bit_{name}": value for name, value in (dtypes | {"quant_type": "nf4"}).items()}
+            packed = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
+            load_model = transformers.AutoModelForCausalLM.from_pretrained
+            model = load_model(folder, quantization_config=packed, dtype=torch.float32)
             torch.manual_seed(2)
             targets = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
             model = peft.get_peft_model(model, targets)

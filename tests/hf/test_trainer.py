@@ -111,9 +111,8 @@ def test_a_run_is_resumed_at_another_number_of_ranks(llama, tmp_path, lora):
     options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
     whole = run_ranks(2, sharded, llama, tmp_path / "out", options, None, lora)[0]
     names = {path.name for path in (tmp_path / "out" / "checkpoint-2").iterdir()}
-    files = (
-        {"adapter_config.json", "adapter_model.safetensors"} if lora else {"config.json", "model.safetensors"}
-    )
+    begin = "adapter_" if lora else ""
+    files = {f"{begin}config.json", f"{begin}model.safetensors"}
     assert {"shardwright", "trainer_state.json", *files} <= names
     for world in (1, 4):
         shutil.copytree(tmp_path / "out" / "checkpoint-2", tmp_path / str(world) / "checkpoint-2")

@@ -20,17 +20,8 @@ from tests.fences import Fence, copy_repository, excuse_for, fences, follow, in_
 from tests.ranks.pool import as_torchrun, free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = (
-    "examples.md",
-    "huggingface.md",
-    "serving.md",
-    "trl.md",
-    "tutorial-gpus.md",
-    "tutorial-qlora.md",
-    "tutorial-slurm.md",
-    "tutorial-tpu.md",
-    "xla.md",
-)
+ELSEWHERE = ["examples.md", "huggingface.md", "serving.md", "trl.md", "xla.md"]
+ELSEWHERE += [f"tutorial-{kind}.md" for kind in ("gpus", "qlora", "slurm", "tpu")]
 FENCES = [fence for fence in fences() if fence.document not in ELSEWHERE]
 FILES = [fence for fence in FENCES if fence.is_file]
 COMMANDS = [(fence, command) for fence in FENCES for command in fence.commands]
@@ -44,10 +35,7 @@ EXCUSED = [
     (r"\.venv-hf/|^make (setup-hf$|finetune)|train finetune-|finetune-\*", "that of make test-hf"),
     (r"^make test(-torch .*)?$", "it would run itself"),
     (r"^make prove-gpu", "an accelerator; simulated: test_prove_gpu.py"),
-    (
-        r"^\S*pip install",
-        "a download; the lines of install.md and README, but for the index of torch: test_dist.py",
-    ),
+    (r"^\S*pip install", "a download; lines of install.md and README, but torch's index: test_dist.py"),
     (r"^make (dist|release)$", "test_dist.py; what a release asks for besides: test_release.py"),
 ]
 # Commands that take minutes, and what runs instead. Benches get their documented ``--toy`` besides.
@@ -111,9 +99,8 @@ def test_the_first_script_leaves_plain_weights_of_the_whole_model(tmp_path):
 
 
 def test_the_first_file_of_the_readme_is_as_short_as_a_face_must_be():
-    assert (
-        len([line for line in README.text.splitlines() if line]) <= 13
-    )  # one of them seeds every rank alike
+    lines = [line for line in README.text.splitlines() if line]
+    assert len(lines) <= 13  # one of them seeds every rank alike
 
 
 def test_what_the_readme_says_before_it_leads_on_fits_on_one_screen():
@@ -164,14 +151,8 @@ def run_by(start: list[str], fence: Fence, folder: Path) -> str:
     """What a file writes that is run by ``start`` in a process of its own."""
     path = written(fence, folder)
     words = [str(Path(sys.executable).parent / start[0]), *start[1:], path.name]
-    done = subprocess.run(
-        words,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -226,17 +207,9 @@ def test_the_error_that_the_pages_show_is_the_one_that_a_rank_prints_when_a_coll
     (tmp_path / "train.py").write_text(FAILS)
     port = str(free_port())  # without torchrun, whose SIGTERM may come before the ranks know
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "train.py"],
-            cwd=tmp_path,
-            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
+    command, pipes = [sys.executable, "train.py"], {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    envs = [os.environ | common | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    ranks = [subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **pipes) for env in envs]
     try:
         wrote, of_the_culprit = (rank.communicate(timeout=90)[1] for rank in ranks)
     finally:
@@ -281,9 +254,8 @@ def runs_here(document: str) -> list[str]:
 def test_the_commands_of_a_document_run_one_after_another(document, repository):
     commands = runs_here(document)
     if not commands:
-        pytest.skip(
-            "; ".join(sorted({excuse_for(c, EXCUSED) for f, c in COMMANDS if f.document == document}))
-        )
+        excuses = {excuse_for(c, EXCUSED) for f, c in COMMANDS if f.document == document}
+        pytest.skip("; ".join(sorted(excuses)))
     if "make train" in commands:
         shutil.rmtree(repository / "runs" / "quickstart")
     for command in commands:

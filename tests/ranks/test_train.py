@@ -80,12 +80,13 @@ def place(tmp_path_factory):
     return folder
 
 
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
 def start(place, *arguments, module=("shardwright",), **environment):
     command = [sys.executable, "-m", *module, "train", "tiny.toml", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(
-        command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, cwd=place, env=env, **PIPES)
 
 
 def run(place, *arguments, **options):
@@ -96,6 +97,13 @@ def run(place, *arguments, **options):
     finally:
         process.kill()
     return process.returncode, out, err
+
+
+def succeeded(*arguments, **options):
+    """(stdout, stderr) of a run that ends well."""
+    code, out, err = run(*arguments, **options)
+    assert code == 0, err
+    return out, err
 
 
 def rows(folder, *keys):
@@ -113,9 +121,11 @@ def wait_for(condition, what):
 
 def wait_for_steps(folder, count):
     metrics = folder / "metrics.jsonl"
-    wait_for(
-        lambda: metrics.exists() and metrics.read_text().count("\n") >= count, f"{count} steps in {folder}"
-    )
+
+    def are_written():
+        return metrics.exists() and metrics.read_text().count("\n") >= count
+
+    wait_for(are_written, f"{count} steps in {folder}")
 
 
 def ranks_of(process):
@@ -125,8 +135,7 @@ def ranks_of(process):
 @pytest.fixture(scope="module")
 def whole(place):
     """The folder of an uninterrupted run on two ranks, which the others are compared with."""
-    code, out, err = run(place)
-    assert code == 0, err
+    out, _ = succeeded(place)
     assert re.search(r"^step \d+/40  loss \d+\.\d+, .* s left$", out, re.MULTILINE), out
     return place / "runs" / "tiny", out
 
@@ -142,22 +151,14 @@ def test_a_run_that_has_ended_left_the_last_steps_of_its_ranks(whole, tmp_path):
 @pytest.fixture(scope="module")
 def undropped(place):
     """The folder of a run on two ranks without dropout: its numbers don't depend on who takes which rows."""
-    code, _, err = run(place, "--run.folder", "undropped", "--model.dropout=0")
-    assert code == 0, err
+    succeeded(place, "--run.folder", "undropped", "--model.dropout=0")
     return place / "undropped"
 
 
 def check_files(folder, ranks):
     """Every file is there with its keys, and the model file alone gives the held-out loss of the run."""
-    names = {
-        ".lock",
-        "config.toml",
-        "metrics.jsonl",
-        "summary.json",
-        "model.safetensors",
-        "checkpoint",
-        "trace",
-    }
+    names = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors"}
+    names |= {"checkpoint", "trace", ".lock"}
     # Where a rank was late, as on a busy machine, there is one file more.
     assert {path.name for path in folder.iterdir()} - {"late.jsonl"} == names
     assert [step for step, loss in rows(folder, "step", "loss") if loss is not None] == list(range(1, 41))
@@ -191,16 +192,9 @@ def test_two_ranks_leave_every_file_and_a_whole_model(place, whole):
     assert summary["peak_unsharded_nbytes"] < summary["full_nbytes"]
     assert summary["peak_nbytes"] == pytest.approx(summary["expected_peak_nbytes"], rel=0.2)
     assert summary["peak_process_nbytes"] > 100 << 20  # torch alone takes more
-    for shown in (
-        "parameters",
-        "at rest, per rank",
-        "peak unsharded",
-        "expected peak of memory",
-        "tokens/s",
-        "hidden",
-        "held-out loss",
-    ):
-        assert shown in out
+    shown = ["parameters", "at rest, per rank", "peak unsharded", "expected peak of memory"]
+    for words in (*shown, "tokens/s", "hidden", "held-out loss"):
+        assert words in out
     assert f"{summary['unigram_entropy']:.3f} nats per byte" in out
     assert "20 bytes that the model writes" in out
 
@@ -221,9 +215,8 @@ def test_the_first_example_of_each_commands_help_runs_as_it_stands(whole, tmp_pa
         shutil.copytree(whole[0], tmp_path / "runs" / name)
     monkeypatch.chdir(tmp_path)
     actions = ("inspect", "verify", "diff", "convert", "consolidate")
-    commands = [[verb] for verb in VERBS if verb not in BY_OTHERS] + [
-        ["checkpoint", each] for each in actions
-    ]
+    commands = [[verb] for verb in VERBS if verb not in BY_OTHERS]
+    commands += [["checkpoint", each] for each in actions]
     for command in commands:
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
@@ -251,8 +244,7 @@ def test_the_consolidated_checkpoint_gives_the_same_heldout_loss_in_plain_pytorc
 @pytest.mark.slow
 def test_one_rank_trains_too_from_the_same_weights_and_prints_objects(place, whole):
     options = ("--launch.ranks", "1", "--training.batch_size", "4", "--run.folder", "one")
-    code, out, err = run(place, *options, "--json")
-    assert code == 0, err
+    out, err = succeeded(place, *options, "--json")
     *printed, last = map(json.loads, out.splitlines())
     assert printed == list(map(json.loads, (place / "one" / "metrics.jsonl").read_text().splitlines()))
     assert last == json.loads((place / "one" / "summary.json").read_text())
@@ -269,8 +261,7 @@ def test_a_recipe_with_a_plan_gives_the_same_numbers_and_shows_what_was_predicte
     plan = Plan(2, 1, groups, 1, 32, ("blocks.0",), SchedulePolicy(depth=2), step_s=1000.0, exposed_s=999.9)
     plan.save(place / "plan.toml")
     options = ("--training.plan=plan.toml", "--run.folder=planned", "--schedule.bucket_cap_mb=1.0")
-    code, out, err = run(place, *options, "--training.steps=15")
-    assert code == 0, err
+    out, _ = succeeded(place, *options, "--training.steps=15")
     first, planned = rows(whole[0], "loss")[0], rows(place / "planned", "loss")
     assert planned[0] == first
     summary = json.loads((place / "planned" / "summary.json").read_text())
@@ -294,8 +285,7 @@ def test_bf16_tied_recomputed_and_accumulated_under_torchrun(place):
     options = ("--training.dtype=bf16", "--model.tied_embedding=true", "--training.accumulation=2")
     more = ("--training.activation_checkpointing=true", "--run.folder=other")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardwright")
-    code, _, err = run(place, *options, *more, module=torchrun)
-    assert code == 0, err
+    succeeded(place, *options, *more, module=torchrun)
     summary, loss = check_files(place / "other", ranks=2)
     assert loss == pytest.approx(summary["heldout_loss"], abs=1e-2)
     with safe_open(place / "other" / "model.safetensors", framework="pt") as file:
@@ -317,9 +307,7 @@ def test_top_shows_a_healthy_run_as_running_and_ends_with_it(place, json):
 
         wait_for(shown, "a table that says how far the run is")
         words = [sys.executable, "-m", "shardwright", "top", "shown", *json]
-        following = subprocess.Popen(
-            words, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        following = subprocess.Popen(words, cwd=place, **PIPES)
         assert following.stdout is not None
         following.stdout.readline()  # it looks again and again, also where nobody sees a terminal
     finally:
@@ -344,8 +332,7 @@ def test_a_run_that_is_stopped_and_resumed_twice_is_bit_equal_to_one_that_was_no
         assert "Traceback" not in err
         assert not (folder / "summary.json").exists()
         assert len(rows(folder, "step")) < len(rows(whole[0], "step"))
-    code, out, err = run(place, "--run.folder", folder.name, "--resume")
-    assert code == 0, err
+    out, _ = succeeded(place, "--run.folder", folder.name, "--resume")
     assert "goes on after step" in out
     keys = ("step", "loss", "lr", "grad_norm", "heldout_loss")
     assert rows(folder, *keys) == rows(whole[0], *keys)
@@ -360,14 +347,12 @@ def test_a_run_goes_on_with_the_same_global_batches_on_another_number_of_ranks(p
     shutil.copytree(undropped, folder)
     os.truncate(folder / "checkpoint" / "step-000040" / "shard-00001.safetensors", 100)
     options = ("--run.folder", folder.name, "--model.dropout=0", f"--launch.ranks={ranks}")
-    code, out, err = run(place, *options, "--resume")
-    assert code == 0, err
+    out, _ = succeeded(place, *options, "--resume")
     assert "passed over a newer checkpoint: step-000040" in out
     assert "goes on after step 30 of 40" in out
     assert "= 4 sequences of up to 16" in out
-    for (step, loss), (other, expected) in zip(
-        rows(folder, "step", "loss"), rows(undropped, "step", "loss"), strict=True
-    ):
+    both = (rows(each, "step", "loss") for each in (folder, undropped))
+    for (step, loss), (other, expected) in zip(*both, strict=True):
         assert step == other
         assert loss == (expected if expected is None else pytest.approx(expected, abs=1e-5)), step
     names = {path.name for path in (folder / "checkpoint").glob("*step-000040*")}
@@ -438,8 +423,7 @@ def test_bad_data_is_one_clear_error(place, whole):
 @pytest.mark.slow
 def test_a_second_run_moves_the_first_aside(place, whole):
     before = (whole[0] / "metrics.jsonl").read_text()
-    code, out, err = run(place, "--training.steps", "1")
-    assert code == 0, err
+    out, _ = succeeded(place, "--training.steps", "1")
     assert "is now in runs/tiny.1" in out, out
     assert (place / "runs" / "tiny.1" / "metrics.jsonl").read_text() == before
 

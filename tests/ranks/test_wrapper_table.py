@@ -16,12 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as torchs
 
 from shardwright import checkpoint
 from shardwright.wrapper import (
@@ -54,14 +49,8 @@ class Case(NamedTuple):
     world: int = 2
 
 
-VALUES = (
-    ("none", "before", "after", "inside"),
-    (False, True),
-    ("original", "flat"),
-    (*KINDS, "dcp", "own"),
-    ("model", "optimizer"),
-    (1, 2, 3),
-)
+HOW = ("none", "before", "after", "inside"), (False, True), ("original", "flat")
+VALUES = (*HOW, (*KINDS, "dcp", "own"), ("model", "optimizer"), (1, 2, 3))
 EVERY = [Case(*values) for values in product(*VALUES)]
 
 
@@ -149,9 +138,9 @@ def save(case: Case, run: Run, folder: str) -> Any:
         return None
     if case.kind == "dcp":
         if case.what == "model":
-            state = get_model_state_dict(run.whole)
+            state = torchs.get_model_state_dict(run.whole)
         else:
-            state = get_optimizer_state_dict(run.whole, run.optimizer)
+            state = torchs.get_optimizer_state_dict(run.whole, run.optimizer)
         dcp.save({"it": state}, checkpoint_id=folder)
         return state
     with kind_of(run.whole, case):
@@ -175,13 +164,13 @@ def load(case: Case, target: Case, run: Run, saved: Any, folder: str) -> None:
 
 def load_dcp(case: Case, run: Run, folder: str, alone: bool = False) -> None:
     if case.what == "model":
-        state = get_model_state_dict(run.whole)
+        state = torchs.get_model_state_dict(run.whole)
         dcp.load({"it": state}, checkpoint_id=folder, no_dist=alone)
-        set_model_state_dict(run.whole, state)
+        torchs.set_model_state_dict(run.whole, state)
     else:
-        state = get_optimizer_state_dict(run.whole, run.optimizer)
+        state = torchs.get_optimizer_state_dict(run.whole, run.optimizer)
         dcp.load({"it": state}, checkpoint_id=folder, no_dist=alone)
-        set_optimizer_state_dict(run.whole, run.optimizer, state)
+        torchs.set_optimizer_state_dict(run.whole, run.optimizer, state)
 
 
 def load_plain(case: Case, saved: Any, folder: str) -> Run:
@@ -196,9 +185,8 @@ def load_plain(case: Case, saved: Any, folder: str) -> Run:
         model.load_state_dict({name: full(value) for name, value in saved.items()})
     else:
         whole = {name: {key: full(v) for key, v in entry.items()} for name, entry in saved["state"].items()}
-        numbered = FSDP.rekey_optim_state_dict(
-            {**saved, "state": whole}, OptimStateKeyType.PARAM_ID, model, optim=run.optimizer
-        )
+        state, keys = {**saved, "state": whole}, OptimStateKeyType.PARAM_ID
+        numbered = FSDP.rekey_optim_state_dict(state, keys, model, optim=run.optimizer)
         run.optimizer.load_state_dict(numbered)
     return run
 
