@@ -164,7 +164,8 @@ class GroupSpec:
 
     reshard_after_forward: False keeps it unsharded from its forward to its backward, and after an evaluation
         to whatever comes next; None: see ``keeps``. is_root: it is the outermost module's.
-    nbytes: bytes of its unsharded parameters. grad_nbytes: of those that are trained.
+    nbytes: bytes of its unsharded parameters; 0 before they were laid out, which the first unshard does.
+    grad_nbytes: of those that are trained.
     bucket_key: groups with the same key may share collectives (those on one transport); None: it shares none.
     ahead_in_forward, ahead_in_backward: groups to gather when it begins, instead of the next ones.
     no_prefetch: gathered when it is used, never ahead: what is to be gathered is known only then.
