@@ -409,7 +409,7 @@ class SharedReduction:
 
 
 def shared(reduction: Reduction, counts: Sequence[int]) -> list[SharedReduction]:
-    """Of each owner what it waits for: the next ``count`` sums."""
+    """What each owner waits for: the next ``count`` sums."""
     stops = list(itertools.accumulate(counts))
     totals: list[torch.Tensor] = []
     return [

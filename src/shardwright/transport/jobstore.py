@@ -91,6 +91,7 @@ class JobStore(Store):
         """End the thread, once the store has answered what it was asked."""
         self._line.closed = True
         self._line.asked.put(None)
+        # Not waited for while the store owes an answer, which may take as long as the call in `_serve`.
         self._line.thread.join(0.0 if self.silent_s > _LOOK_S else 1.0)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
@@ -141,6 +142,7 @@ class JobStore(Store):
         self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
+        # In Python first: the store's own wait would hold the one thread that asks, and so whoever asks next.
         self.wait([key])
         return self._ask("get", key)
 

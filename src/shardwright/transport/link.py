@@ -53,6 +53,7 @@ def _measure(comm: Comm) -> LinkSpeed:
         took_us = _largest(comm, [_us_since(start)])[0]
         if took_us > _LONG_US:
             break
+    # Not counted: `sent_nbytes` is what parameters and gradients cost.
     comm.sent_nbytes = sent_nbytes
     coded_us, unchanged_us = _largest(comm, _coding_us())
     sample_nbytes = 2 * _SAMPLE_NUMEL
@@ -87,6 +88,7 @@ def _coding_us() -> tuple[int, int]:
     steps = [masters, masters + 3e-5 * torch.randn(_SAMPLE_NUMEL, generator=generator)]
     coder, ours, theirs, took_us = Coder(), Kept(), Kept(), [0]
     ours.on = ours.codes = True
+    # The first message is a difference from zeros, and its time is left out.
     for weights in (steps[0], steps[1], steps[1]):
         values = weights.bfloat16()
         place = torch.empty_like(values)

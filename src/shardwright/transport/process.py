@@ -109,11 +109,12 @@ class ProcessState:
 
     @property
     def logs(self) -> list["LaunchLog"]:
-        """Of all transports that are alive; any thread may ask."""
+        """The logs of all transports that are alive; any thread may ask."""
         return [log for made in tuple(self._logs) if (log := made()) is not None]
 
     def add(self, log: "LaunchLog") -> None:
         """Remember a transport's log for as long as the transport lives."""
+        # Replaced, not edited: other threads may go through the list meanwhile.
         self._logs = [made for made in self._logs if made() is not None] + [ref(log)]
 
     def made_here(self) -> Made:

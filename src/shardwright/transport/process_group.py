@@ -140,8 +140,8 @@ class ProcessGroupComm(Comm):
         inputs = padded(segments, dtypes)
         if self.world == 1:
             return inputs, inputs
-        # Taken on the reduce stream, which alone writes it: in memory of compute it might still be read
-        # there.
+        # Memory of the reduce stream, where there is one (rule 4 of streams.py): that of a sum which was
+        # dropped is written again only after what compute had queued by then.
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
         begun = None if self.times is None else self.times.begin()
         for members in _by_dtype(inputs).values():

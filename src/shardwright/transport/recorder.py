@@ -101,6 +101,7 @@ class Recorder:
         """Write down what the kernel counts of the calling thread. Called where something long may begin or
         has ended, and ``now`` is past ``look_s``."""
         use = thread_use()
+        # Where the kernel counts nothing it isn't asked again.
         self.look_s = inf if use is None else now + LOOK_S
         if use is not None:
             self.write((USE, use, now))
@@ -178,7 +179,7 @@ def waited_for_core() -> tuple[float, float] | None:
 
 
 def thread_use() -> ThreadUse | None:
-    """Of the calling thread, now; None where nobody counts that."""
+    """What the kernel counts of the calling thread, now; None where nobody counts that."""
     counted = waited_for_core()
     if counted is None:
         return None

@@ -39,7 +39,7 @@ def given() -> bytes:
 
 
 class KeyAgreement:
-    """Of the ranks of a meeting on a secret: made before one ``refusal``, asked after it. Every rank does."""
+    """How the ranks of a meeting agree on a secret: each makes one before a ``refusal``, and asks after."""
 
     def __init__(self, meeting: Meeting) -> None:
         """Raises: as ``given``."""

@@ -56,6 +56,7 @@ class TwoLevelComm(Comm):
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
         """See ``Comm.all_gather``. In place in both hops; a host that moves bytes itself issues the second
         one when it waits, or goes on."""
+        # Without ``kept``: only between nodes it pays to send what has changed alone.
         places = [Segment(each.flat, each.spans.joined(self.between.world)) for each in segments]
         own = [self._of_place(each) for each in segments]
         if self.streams is None:
@@ -87,6 +88,7 @@ class TwoLevelComm(Comm):
         reduction, or when it waits."""
         nodes = self.between.world
         joined = [each.spans.joined(nodes) for each in segments]
+        # Coded only between nodes, too: ranks that share memory would gain nothing.
         near = [Segment(e.flat, s, e.has_room) for e, s in zip(segments, joined, strict=True)]
         starts = [spans[self.node.rank][0] for spans in joined]
         far = [(e.spans.within(start, nodes), e.coded) for e, start in zip(segments, starts, strict=True)]

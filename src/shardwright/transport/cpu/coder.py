@@ -44,14 +44,12 @@ def ordered(words: np.ndarray) -> np.ndarray:
 
 
 class Coder:
-    """Codes or decodes; of one thread.
-
-    Of zstd it takes what finds few repetitions: in such numbers they are mostly by chance. Than by level 1 as
-    it is, weights take 7% fewer bytes and gradients as many, in half the time.
-    """
+    """Codes or decodes; of one thread."""
 
     def __init__(self) -> None:
         if zstandard is not None:
+            # What finds few repetitions, since in such numbers they are mostly by chance: weights take 7%
+            # fewer bytes than by level 1 as it is, and gradients as many, in half the time.
             chosen = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=8)
             self._zstd = zstandard.ZstdCompressor(compression_params=chosen)
             self._unzstd = zstandard.ZstdDecompressor()

@@ -69,12 +69,12 @@ class Incoming:
         return bool(self.views) or self.runs is not None or self.code is not None
 
     def take_text(self, number: int) -> None:
-        """It is word of a failure from that collective on."""
+        """Become word of a failure from the collective ``number`` on."""
         self.number, self.text = number, bytearray(self.nbytes)
         self.views.append(memoryview(self.text))
 
     def take_code(self, nbytes: int) -> None:
-        """It is coded: its places are filled once the code is there."""
+        """Become a coded message: its places are filled once the code is there."""
         self.places, self.code = self.views, take_bytes(nbytes)
         self.views = views_of([self.code])
 
@@ -134,8 +134,7 @@ class Connection:
         sock.setblocking(False)
         with self.endpoint.changed:
             self.socket = sock
-            # It was spread over the connections that were open then, and who connects later waits for it just
-            # so.
+            # It was told on the connections that were open then; who connects later has to hear of it, too.
             if self.endpoint.failure is not None:
                 self.tell(self.endpoint.failure)
 

@@ -83,7 +83,7 @@ class Caller:
         return hmac.compare_digest(self.key, place.key(secret, self.rank, self.kind))
 
     def answer(self) -> bool:
-        """Have it know that it is known; whether it is still there."""
+        """Tell it that it is known. Returns whether it is still there."""
         try:
             return self.socket.send(_ANSWER) > 0
         except OSError:
@@ -122,7 +122,7 @@ class Lobby:
                 self._leave(self._callers[0]).close()
 
     def hear(self, caller: Caller) -> None:
-        """Read on of what a caller says."""
+        """Read more of what a caller says."""
         if caller not in self._callers:  # it was closed after the selector saw it
             return
         said_all = caller.read()

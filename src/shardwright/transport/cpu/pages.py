@@ -31,10 +31,8 @@ _CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_
 
 
 def advise(begin: int, nbytes: int, advice: int) -> bool:
-    """Tell the kernel what memory from the address ``begin``, of whole pages, is for; whether it took it.
-
-    Unlike ``mmap.madvise`` it leaves the interpreter's lock to others meanwhile.
-    """
+    """Tell the kernel what memory from the address ``begin``, of whole pages, is for; whether it took it."""
+    # Unlike ``mmap.madvise`` a call by ctypes leaves the interpreter's lock to others meanwhile.
     return _madvise is not None and not _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), advice)
 
 
@@ -56,10 +54,9 @@ def keep_freed_pages() -> bool:
     """Have glibc's malloc keep up to 1 GiB of what is freed, for this process; whether it does.
 
     Groups' buffers, and the gradients that autograd makes, are freed and taken again all the time, on the
-    host from malloc. That gives memory back to the kernel as soon as twice its largest chunk is free: up to
-    30,000 faults a step more than without sharding, 2-3% of its time (docs/performance.md). No-op after the
-    first call, where the environment already chooses (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``), with
-    another malloc, and where the process is to be left alone (``set_process``).
+    host from malloc. No-op after the first call, where the environment already chooses
+    (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``), with another malloc, and where the process is to be left
+    alone (``set_process``).
     """
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or not process_is_ours()
     if tuned or any(name in os.environ for name in _CHOICES):
@@ -67,7 +64,9 @@ def keep_freed_pages() -> bool:
     mallopt = getattr(LIBC, "mallopt", None)
     if mallopt is None:
         return False
-    # Both: setting one of them ends glibc's own adjustment of the other.
+    # malloc gives memory back to the kernel as soon as twice its largest chunk is free: up to 30,000 faults a
+    # step more than without sharding, 2-3% of its time (docs/performance.md). Both are set, since setting one
+    # of them ends glibc's own adjustment of both.
     return bool(mallopt(_MMAP_THRESHOLD, _MOST_BY_HEAP_NBYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_NBYTES))
 
 

@@ -14,14 +14,14 @@ RUN = struct.Struct("<qq")
 
 
 def view_of(flat: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, which the caller keeps alive. (``.numpy()`` would mark its
-    storage as one that can't be freed.)"""
+    """The bytes of a contiguous host tensor, which the caller keeps alive."""
+    # Not by ``.numpy()``, which would mark the storage as one that can't be freed.
     return memoryview(_bytes_type(flat.numel() * flat.element_size()).from_address(flat.data_ptr())).cast("B")
 
 
+# Made anew such a type takes 10 us, and a step of a small model needs hundreds.
 @functools.lru_cache(maxsize=4096)
 def _bytes_type(nbytes: int) -> Any:
-    """Made anew it takes 10 us, and a step of a small model needs hundreds."""
     return ctypes.c_ubyte * nbytes
 
 
