@@ -109,7 +109,7 @@ def _decoded(
 
 
 def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.Tensor | None:
-    """Of a tensor that isn't gathered from plain shards."""
+    """The whole of a tensor that isn't gathered from plain shards."""
     if param is not None and param.inner is None and not param.extended:  # not sharded
         return param.local.detach().to("cpu", copy=True) if param.axis.rank == dst else None
     whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()

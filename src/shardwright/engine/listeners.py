@@ -21,7 +21,7 @@ Need = Callable[[str, tuple[State, ...], Iterable[Any], Iterable[Any]], None]
 
 @dataclass
 class Listeners:
-    """Of this process; each call is made once, in the order in which they were added.
+    """Who is told in this process; each call is made once, in the order in which they were added.
 
     sharding: called before a group is made, as soon as its ranks are known. forward: called with the
     outermost sharded module, its arguments and named ones, as it begins. failed: called with an exception

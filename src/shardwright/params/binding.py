@@ -328,8 +328,8 @@ class Bound:
             copy_together([p.own for p in self._on_device], [p.device_copy for p in self._on_device])
 
     def show(self, unsharded: bool) -> None:
-        """Modules show the shards, or the unsharded parameters that are not decoded. Past
-        ``nn.Module.__setattr__``, which costs 5 us a parameter."""
+        """Modules show the shards, or the unsharded parameters that are not decoded."""
+        # Past ``nn.Module.__setattr__``, which costs 5 us a parameter.
         for shown, name, param in self._sites[unsharded]:
             shown[name] = param
         for param, decoded in self._show_themselves:
@@ -413,6 +413,7 @@ def moved_memory(params: Sequence[ShardedParam], faces: Sequence[torch.Tensor]) 
     """What to raise where one of ``faces``, whose memory was given back, has other memory."""
     for param, face in zip(params, faces, strict=True):
         plain = local_of(face) if isinstance(face, DTensor) else face
+        # The storage that was freed has no bytes: what has some is another one.
         if not param.extended and plain.untyped_storage().nbytes():
             return StageError(
                 f"parameter {param.fqn!r} was given other memory while it was unsharded (`.to()`, "

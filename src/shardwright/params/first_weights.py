@@ -12,7 +12,7 @@ _PIECES, _PIECE = 16, 1024
 
 
 def hash_of(tensor: torch.Tensor) -> int | None:
-    """Of its numbers, sampled; None where it has none here (meta device), or is of a class of its own."""
+    """A hash of its numbers, sampled; None where it has none here (meta device), or is of another class."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     try:

@@ -106,7 +106,7 @@ class PlainEntries:
             param.adopt()  # with assign=True it is another one
 
     def drop(self) -> None:
-        """An error has ended the load, and another one begins."""
+        """Remove the hooks of this load, which has ended, or which an error has ended."""
         for handle in self._handles:
             handle.remove()
 

@@ -88,6 +88,7 @@ class _Rows:
         self.own = used[slice(*layout.row_range(comm.rank))].nonzero().view(-1)
         by_rank = F.pad(used, (0, world * layout.chunk_rows - layout.rows)).view(world, -1)
         counts = by_rank.sum(1)
+        # Here, as in `nonzero`, the host waits for the device: collectives are launched with their sizes.
         longest = int(counts.max())
         skipped = torch.arange(world, device=used.device) * longest - (counts.cumsum(0) - counts)
         owners = self.ids.div(layout.chunk_rows, rounding_mode="floor")

@@ -427,7 +427,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Of attributes, containers, closures and partial calls; not of other modules."""
+    """The tensors in attributes, containers, closures and partial calls, but not in other modules."""
     if isinstance(value, torch.Tensor):
         if not isinstance(value, DTensor) and value.layout is torch.strided:
             yield value

@@ -66,6 +66,8 @@ def _plain(top: Sequence[Unit]) -> Iterator[None]:
                 unmark(module)
             undo.enter_context(_without(hooks_of(unit.modules[0])))
         for module in (m for unit in top for m in unit.modules):
+            # The class that was swapped in has FSDPModule as its first base, and the module's own as its
+            # second.
             module.__class__ = type(module).__bases__[1]
         yield
 

@@ -17,7 +17,7 @@ from shardwright.errors import InputError
 
 
 class TorchState:
-    """Of one sharded module. Raises: InputError for anything else that torch's has."""
+    """The state of one sharded module. Raises: InputError for anything else that torch's has."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

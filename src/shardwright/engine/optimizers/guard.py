@@ -84,7 +84,7 @@ def _check(optimizer: Optimizer, params: list[Any]) -> None:
 
 
 def _groups() -> list[ParamGroup]:
-    """Of every sharded model that is alive."""
+    """The groups of every sharded model that is alive."""
     # A copy, since another thread may shard a model meanwhile.
     return [group for table in tuple(tables) for group in table.groups if group.params]
 
@@ -229,15 +229,13 @@ def warn_of_late(root: nn.Module, runtime: Runtime) -> None:
 
 
 def _choose_foreach(optimizer: Optimizer) -> None:
-    """Step DTensors with foreach kernels where torch would for plain parameters: on an accelerator.
-
-    With neither ``foreach`` nor ``fused`` given, torch takes foreach for plain CUDA parameters but, not
-    knowing a DTensor for one, a Python loop over sharded ones.
-    """
+    """Step DTensors with foreach kernels where torch would for plain parameters: on an accelerator."""
     for group in optimizer.param_groups:
         asked = group.get("fused") or group.get("differentiable") or group.get("foreach", False) is not None
         sharded = [param for param in group["params"] if isinstance(param, DTensor)]
         if not asked and sharded and sharded[0].device.type != "cpu":
+            # With neither ``foreach`` nor ``fused`` given, torch takes foreach for plain CUDA parameters but,
+            # not knowing a DTensor for one, a Python loop over sharded ones.
             group["foreach"] = True
 
 

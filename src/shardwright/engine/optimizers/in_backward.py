@@ -85,7 +85,7 @@ class StepInBackward:
         self._handles, self._params, self._groups = [], [], []
 
     def _plan(self, steps: bool) -> None:
-        """Have the schedule say so."""
+        """Have the schedule step these groups in the backward, or no longer."""
         for group in self._groups:
             self._unit.runtime.change(group, steps=steps)
 
