@@ -108,7 +108,7 @@ class Groups:
         self.states = self.states._replace(**changes)
 
     def do(self, kind: ActionKind, groups: Sequence[int], smaller: bool = False) -> None:
-        """One more action."""
+        """Have one more action taken."""
         self.actions += (Action(kind, tuple(groups), smaller),)
 
     # ---- all-gathers
@@ -123,6 +123,7 @@ class Groups:
         """Launch an all-gather of groups; over the smaller world where all ranks have shards over that."""
         states, taken = self.states, bits(groups)
         others = [group for group in groups if not states.smaller >> group & 1]
+        # Each by itself: only groups that are gathered over the whole axis share an all-gather.
         for group in groups:
             if group not in others:
                 self.do(ActionKind.UNSHARD, (group,), smaller=True)
@@ -249,8 +250,7 @@ class Following:
 
     def _leave_exact(self) -> None:
         """From here on the states are kept event by event: bring them up to where the schedule was followed
-        to. Not to do so at each event saves 150 Python calls per group and step: 600 in place of 750
-        (``bench/host.py``, a world of 8)."""
+        to."""
         if not self._exact:
             return
         cursor, live, held, busy = self.cursors[-1], self.groups.states.live, self.groups.states.held, 0
@@ -343,7 +343,7 @@ class Following:
             self.groups.unshard((event.group,))  # the plan can be wrong about what earlier phases left behind
 
     def _reshard(self, group: int) -> None:
-        """Unless its module runs, whose end will come."""
+        """Reshard the group, unless its module runs, whose end will come."""
         if not any(cursor.busy >> group & 1 for cursor in self.cursors):
             self.groups.reshard(group, self._keeps_smaller(group))
 

@@ -103,7 +103,7 @@ class Event(NamedTuple):
     group: int = -1
 
     def text(self, names: tuple[str, ...] = ()) -> str:
-        """With the group's name, where names are given."""
+        """The text form, with the group's name where names are given."""
         return f"{self.kind:<2}" if self.group < 0 else f"{self.kind:<2} {_called(self.group, names)}"
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class Action(NamedTuple):
         return self.groups[0]
 
     def text(self, names: tuple[str, ...] = ()) -> str:
-        """With the groups' names, where names are given."""
+        """The text form, with the groups' names where names are given."""
         groups = (" + " if names else "+").join(_called(group, names) for group in self.groups)
         more = f"/{SMALLER}" if self.smaller else "" if self.grads is None else f"/{self.grads}"
         return " ".join(filter(None, (str(self.kind), groups))) + more
@@ -145,7 +145,7 @@ class ScheduleEntry(NamedTuple):
     actions: tuple[Action, ...]
 
     def text(self, names: tuple[str, ...] = ()) -> str:
-        """With the groups' names, where names are given."""
+        """The text form, with the groups' names where names are given."""
         actions = ", ".join(each.text(names) for each in self.actions)
         return f"{self.event.text(names)} : {actions}".rstrip(" :")
 

@@ -106,7 +106,7 @@ class Scheduler:
             self._reshard(Phase.BACKWARD, live, actions)
 
     def _reshard(self, phase: Phase, group: int, actions: list[Action], is_idle: bool = False) -> None:
-        """Unless it is kept. is_idle: it was gathered for nothing."""
+        """Reshard the group, unless it is kept. is_idle: it was gathered for nothing."""
         if group in self.live and (is_idle or not self.spec_of(group).keeps(phase, group in self.kept)):
             del self.live[group]
             self.waited.discard(group)
@@ -163,8 +163,9 @@ class Scheduler:
     # ---- gathering ahead
 
     def _prefetches_at_begin(self, phase: Phase, kind: EventKind) -> bool:
-        """A recomputation prefetches nothing: the backward that asked for it needs the same group at once,
-        and what a forward would need next is the wrong direction there."""
+        """Whether a begin event of this kind gathers ahead."""
+        # The backward that asked for a recomputation needs the same group at once, and what a forward would
+        # need next lies in the wrong direction there.
         if kind is EventKind.RECOMPUTE:
             return False
         if phase is Phase.BACKWARD:
