@@ -73,7 +73,7 @@ class _StandIn(torch.Tensor):
 
     @staticmethod
     def make(shard: torch.Tensor, mark: Mark) -> "_StandIn":
-        """Like the local shard, without memory."""
+        """A stand-in like the local shard, without memory."""
         made: Any = make_wrapper(
             _StandIn, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
         )

@@ -22,7 +22,7 @@ _NO_ROOM = (
 )
 
 tables: "WeakSet[GroupTable]" = WeakSet()
-"""Of every sharded model that is alive."""
+"""The tables of every sharded model that is alive."""
 
 
 class GroupTable:
@@ -97,6 +97,7 @@ class GroupTable:
             is_root=group in self.root,
             nbytes=group.unsharded_nbytes,
             grad_nbytes=grad_nbytes(group),
+            # Groups share the collectives of one transport, and only those that are gathered whole.
             bucket_key=id(group.gatherer.comm) if group.gatherer.is_whole else None,
             needs_copies_reduced=group.axis.replicate is not None,
             smaller_world=group.gatherer.smaller_world is not None,
