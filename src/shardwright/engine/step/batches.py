@@ -26,6 +26,7 @@ def unshard(groups: Sequence[ParamGroup], smaller: bool, for_others: bool = Fals
         the groups that it had not come to are at rest.
     """
     at_rest = [group for group in groups if group.stage is Stage.SHARDED and not for_others]
+    # All of them before any is filled: what is refused here is refused before something is issued.
     for group in at_rest:
         group.prepare()
     segments: dict[ParamGroup, list[Segment]] = {}
@@ -41,6 +42,7 @@ def unshard(groups: Sequence[ParamGroup], smaller: bool, for_others: bool = Fals
             waiting = [group for group in members if group in at_rest]
             for group in waiting:
                 group.receive(shared)
+            # Only other ranks need it, and its memory is dropped at the end of this call.
             if not waiting:
                 shared.wait()
     except Exception:
@@ -84,6 +86,8 @@ def _filled(params: Sequence[ShardedParam]) -> list[Segment]:
     for param in params:
         bound = param.gather_segment()
         if id(bound) not in segments:
+            # With what is kept of it: a difference counts from the message before, whether or not that was
+            # used here.
             segments[id(bound)] = Segment(torch.empty_like(bound.flat), bound.spans, kept=bound.kept)
         if param.own.numel():
             start = param.own.storage_offset() - bound.flat.storage_offset()
@@ -107,6 +111,8 @@ def reduce(reducers: Sequence[Reducer]) -> None:
         reducer.send(reduction)
     followed = [(reducer, streams) for reducer in grads if (streams := reducer.follows_on) is not None]
     for _, members in _by_comm(followed, lambda each: each[0].copies):
+        # On the reduce stream of the copies' transport (rule 5 of streams.py), which alone waits for the
+        # sums: neither the host nor compute does.
         with members[0][1].reducing():
             for reducer, _ in members:
                 reducer.follow()
@@ -167,6 +173,6 @@ def _by_comm(
 
 
 def _key(what: str, members: Sequence[ParamGroup] | Sequence[Reducer]) -> str:
-    """For messages; the same on all ranks."""
+    """The name of a collective in messages; the same on all ranks."""
     more = f" and {len(members) - 1} more, to {members[-1].name}" if len(members) > 1 else ""
     return f"{what} {members[0].name}{more}"

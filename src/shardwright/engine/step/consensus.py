@@ -77,6 +77,8 @@ class Consensus:
         """
         if isinstance(sync, Inspect):
             return self._executor.inspect(sync.group)
+        # Another rank may wait for the second hop of something that was begun here, before it comes to this
+        # exchange.
         for comm in self._comms:
             comm.go_on()
         if isinstance(sync, Synchronize):
@@ -153,6 +155,7 @@ class Consensus:
         modes = None
         if point is SyncPoint.BACKWARD:
             policies = [(group.reducer.policy, group.trainable) for group in self._table.groups]
+            # Of bools and ints: unlike that of a string, their hash is the same in every process.
             modes = hash((self.settles, *((p.reduce, p.all_reduce, trainable) for p, trainable in policies)))
         return digest, entry if runs and not evaluates else None, entry if evaluates else None, modes
 

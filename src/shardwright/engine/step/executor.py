@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardwright.transport.streams import Streams
 
 PAUSE = 500
-"""Of an ask of the allocator: 0.2% of the time of a step."""
+"""The allocator isn't asked again for so many times as long as it took to ask it: 0.2% of a step's time."""
 Watcher = Callable[[Event, ParamGroup | None, bool], None]
 
 
@@ -63,8 +63,7 @@ class Memory:
     sample_s: float = 0.0
 
     def sample(self, start: float, device: torch.device) -> None:
-        """Into the recorder, at an event that began at ``start``: what is held in all. To ask an allocator
-        takes 40 us, or with many free blocks milliseconds; it isn't asked again for ``PAUSE`` times that."""
+        """Write into the recorder, at an event that began at ``start``, what is held in all."""
         if start < self.sample_s:
             return
         start = clock.perf_counter()
@@ -74,6 +73,7 @@ class Memory:
             process_state.recorder.write(
                 (HELD, start, whole_nbytes, self.states_nbytes, self.other_nbytes or 0)
             )
+            # To ask an allocator takes 40 us, or with many free blocks milliseconds.
             self.sample_s = start + PAUSE * (clock.perf_counter() - start)
 
     def touch(self, nbytes: int) -> None:
@@ -220,6 +220,7 @@ class Executor:
             group = self.table.groups[index]
             if self.table.requested(group).steps:
                 split = group.params[0].split
+                # Where gradients go to the host the step reads them there: they have to be complete first.
                 group.reducer.gradients.send()
                 group.reducer.gradients.arrive()
                 if split.pages_state and split.offload_streams is not None:
@@ -252,6 +253,7 @@ class Executor:
         """Wait for the reductions of groups that are in flight, and give the shards their gradients."""
         for group in groups:
             group.reducer.land()
+        # Of all groups together, since those on one transport share an all-reduce.
         batches.all_reduce([group.reducer for group in groups])
         for group in groups:
             group.reducer.finalize()
@@ -278,12 +280,12 @@ class Executor:
     # ---- do all ranks hold the same model?
 
     def compare(self) -> None:
-        """Asked once on every axis, by every rank of all axes."""
+        """Compare the ranks' models on every axis, each once. Every rank of all axes calls it."""
         for axis in (group.axis for group in self.table.groups):
             self._compare(comm for comm in (axis.comm, axis.replicate) if comm is not None)
 
     def compare_again(self) -> None:
-        """Groups are others than before: ask anew whether all ranks hold the same."""
+        """Ask anew whether all ranks hold the same groups, since they are others than before."""
         self._compared.clear()
 
     def _compare(self, comms: Iterable[Comm]) -> None:
@@ -299,7 +301,7 @@ class Executor:
     # ---- between phases
 
     def regroup(self, group: ParamGroup) -> None:
-        """The group has got other parameters."""
+        """Follow a group that has got other parameters."""
         self.memory.count([group])
         self.compare_again()
 

@@ -1,15 +1,12 @@
 """Where the runtime meets PyTorch: the only file that touches module, autograd or optimizer hooks.
 
-    hook                                 event
-    module, before forward               F+ of the groups it needs (R+ inside a backward: recomputation)
-    module, after forward                F-
-    gradient of one of its outputs       B+
-    gradient of one of its inputs        B-, when those of all inputs are there
-    a parameter's gradient accumulated   G, when those of all trainable parameters of the group are there
-    end of the backward                  G of groups that still hold gradients, then E
-
-Inputs that need a gradient are passed on as aliases (``view_as``), so that the hook tells when the module's
-own share of the gradient is done, however else the caller uses the tensor.
+hook                                 event
+module, before forward               F+ of the groups it needs (R+ inside a backward: recomputation)
+module, after forward                F-
+gradient of one of its outputs       B+
+gradient of one of its inputs        B-, when those of all inputs are there
+a parameter's gradient accumulated   G, when those of all trainable parameters of the group are there
+end of the backward                  G of groups that still hold gradients, then E
 """
 
 import dataclasses
@@ -92,13 +89,13 @@ class _RootLeftOut:
         self._left: tuple[weakref.ref[nn.Module], weakref.ref[torch.Tensor]] | None = None
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """The outermost sharded module has run."""
+        """Remember the outermost sharded module, which has run, and its first output."""
         if not self.said:
             first = next(tensors_in(output), None)
             self._left = None if first is None else (weakref.ref(module), weakref.ref(first))
 
     def enter(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
-        """The outermost sharded module begins."""
+        """Warn where the outermost sharded module begins with the output of another model's."""
         if self.said or self._left is None:
             return
         before, output = self._left[0](), self._left[1]()
@@ -129,6 +126,8 @@ class ModuleHooks:
         self.ids: set[int] = set()
         for module in unit.modules:
             handles = (
+                # Before hooks of others, which may read the weights; and also after a forward that raised,
+                # whose groups are to be resharded.
                 module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self.after, always_call=True),
                 module.register_state_dict_pre_hook(self._at_rest),
@@ -244,7 +243,7 @@ class ModuleHooks:
 
     @skipped_by_compiler
     def _read(self, owner: Unit) -> None:
-        """Parameters of a group that was deferred are read."""
+        """Begin the forward of a group that was deferred, since its parameters are about to be read."""
         runtime = self.unit.runtime
         # Else that forward was abandoned.
         if runtime.running() and runtime.depth and self.unit.now.number == runtime.pass_number:
@@ -260,6 +259,9 @@ class ModuleHooks:
             return args, kwargs
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
+                # The hook of an alias tells when the module's own share of the gradient is done, however else
+                # the caller uses the tensor. It is a native one, so that a module may change its input in
+                # place, which fails where torch's FSDP has passed that through an autograd.Function.
                 alias = leaf.view_as(leaf)
                 alias.register_hook(partial(self._input_arrived, call))
                 leaves[index] = alias

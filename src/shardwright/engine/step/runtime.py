@@ -164,6 +164,7 @@ class Runtime:
             from shardwright.extras import require  # noqa: PLC0415 coded wires
 
             require("wire", "zstandard")
+        # The follower's mode and the channel are made for one way of agreeing.
         if policy.agreement is not self.policy.agreement:
             self.executor.compare_again()
             self._forget()
@@ -221,6 +222,7 @@ class Runtime:
                 needed = self.executor.asked and {self.table.number(group) for group in entry.groups()}
                 held = bool(needed) and needed <= self.executor.asked and follower.mode is Mode.AGREED
                 if not held:
+                    # Not Python's hash of a string, which differs from process to process (PYTHONHASHSEED).
                     self._entry = zlib.crc32(entry.name.encode())
                     self._consensus.names[self._entry] = entry.name
             if not held and follower.mode is Mode.AGREED:
@@ -484,6 +486,8 @@ class Turn:
             self._on_interrupt()
             self.holder = self.inside = None
         with suppress(RuntimeError):  # this thread doesn't hold it any more
+            # As often as it was taken: an interrupt may have come after that, and before the holder was
+            # noted.
             while True:
                 self._lock.release()
 
@@ -505,5 +509,6 @@ class Turn:
         queued, self._queue = self._queue, []
         self.holder = self.inside = None
         self._lock.release()
+        # After the turn has ended, so that each has a turn of its own.
         for call in queued:
             call()
