@@ -24,7 +24,7 @@ from shardwright.schedule.schedule import (
     ScheduleEntry,
     event_in_words,
 )
-from shardwright.schedule.scheduler import fits, kept_for_backward, plan
+from shardwright.schedule.scheduler import fits, kept_for_backward, scheduled
 
 POLICIES = st.builds(
     SchedulePolicy,
@@ -83,7 +83,7 @@ def steps(draw) -> tuple[dict, tuple[GroupSpec, ...]]:
 @given(steps(), POLICIES)
 def test_any_plan_is_sound_and_has_an_end(step, policy):
     orders, facts = step
-    schedule = plan(orders, policy, facts.__getitem__)
+    schedule = scheduled(orders, policy, facts.__getitem__)
     check(schedule)
     for phase, order in orders.items():
         assert tuple(entry.event for entry in schedule.phases[phase]) == order
@@ -93,7 +93,7 @@ def test_any_plan_is_sound_and_has_an_end(step, policy):
 def test_each_reduced_group_is_stepped_as_soon_as_it_may_where_its_optimizer_is_in_the_backward(step, policy):
     orders, facts = step
     stepped = 0
-    for event, actions in plan(orders, policy, facts.__getitem__).phases[Phase.BACKWARD]:
+    for event, actions in scheduled(orders, policy, facts.__getitem__).phases[Phase.BACKWARD]:
         for action, following in pairwise((*actions, Action(ActionKind.HOLD, (0,)))):
             landed = action.groups if action.kind is ActionKind.WAIT_REDUCE else ()
             ready = tuple(
@@ -113,14 +113,14 @@ def test_each_reduced_group_is_stepped_as_soon_as_it_may_where_its_optimizer_is_
 @given(steps(), POLICIES)
 def test_a_schedule_prints_as_text_that_parses_back(step, policy):
     orders, facts = step
-    schedule = plan(orders, policy, facts.__getitem__)
+    schedule = scheduled(orders, policy, facts.__getitem__)
     assert Schedule.parse(str(schedule)) == schedule
 
 
 @given(steps(), POLICIES)
 def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
     orders, facts = step
-    schedule = plan(orders, policy, facts.__getitem__)
+    schedule = scheduled(orders, policy, facts.__getitem__)
     for phases in ((Phase.EVALUATION,), (Phase.FORWARD, Phase.BACKWARD)):
         reducing: list[tuple[int, ...]] = []
         in_flight: dict[int, int] = {}  # group, not waited for -> number of its all-gather
@@ -161,7 +161,7 @@ def test_what_shares_a_collective_is_small_and_of_one_bucket_key(step, policy):
     orders, facts = step
     for actions in (
         actions
-        for entries in plan(orders, policy, facts.__getitem__).phases.values()
+        for entries in scheduled(orders, policy, facts.__getitem__).phases.values()
         for _, actions in entries
     ):
         for action in actions:
@@ -223,7 +223,7 @@ def chain(num_groups: int) -> dict[Phase, tuple[Event, ...]]:
 
 
 def test_each_group_is_issued_exactly_one_use_ahead():
-    schedule = plan(chain(5), SchedulePolicy(), lambda _: GroupSpec())
+    schedule = scheduled(chain(5), SchedulePolicy(), lambda _: GroupSpec())
     for phase, last in ((Phase.FORWARD, 4), (Phase.BACKWARD, 0)):
         begins = [entry for entry in schedule.phases[phase] if entry.event.kind in BEGINS]
         for entry, following in pairwise(begins):
@@ -233,7 +233,7 @@ def test_each_group_is_issued_exactly_one_use_ahead():
 
 def test_post_prefetch_issues_each_gather_at_the_end_of_the_backward_before_it():
     policy = SchedulePolicy(backward_prefetch=BackwardPrefetch.POST)
-    schedule = plan(chain(5), policy, lambda _: GroupSpec())
+    schedule = scheduled(chain(5), policy, lambda _: GroupSpec())
     found = [
         (event.kind, event.group, action.group)
         for event, actions in schedule.phases[Phase.BACKWARD]
@@ -245,7 +245,7 @@ def test_post_prefetch_issues_each_gather_at_the_end_of_the_backward_before_it()
 
 def test_no_prefetch_issues_each_gather_when_its_group_is_needed():
     policy = SchedulePolicy(backward_prefetch=BackwardPrefetch.NONE, forward_prefetch=False)
-    schedule = plan(chain(4), policy, lambda _: GroupSpec())
+    schedule = scheduled(chain(4), policy, lambda _: GroupSpec())
     for entries in schedule.phases.values():
         for event, actions in entries:
             assert all(a.group == event.group for a in actions if a.kind is ActionKind.UNSHARD)
@@ -253,7 +253,7 @@ def test_no_prefetch_issues_each_gather_when_its_group_is_needed():
 
 def test_the_last_group_stays_unsharded_for_its_backward_unless_told_otherwise():
     for reshard, kept in ((None, True), (True, False), (False, True)):
-        schedule = plan(chain(3), SchedulePolicy(), lambda _, r=reshard: GroupSpec(r))
+        schedule = scheduled(chain(3), SchedulePolicy(), lambda _, r=reshard: GroupSpec(r))
         last = schedule.phases[Phase.FORWARD][-1]
         assert (Action(ActionKind.RESHARD, (2,)) not in last.actions) == kept
 
@@ -263,7 +263,7 @@ def test_the_root_stays_unsharded_after_a_forward_and_an_evaluation_unless_told_
     for reshard, kept in ((None, True), (True, False), (False, True)):
         spec = GroupSpec(reshard, is_root=True)
         assert spec.keeps(phase) == kept and not spec.keeps(Phase.BACKWARD)
-        entries = plan(
+        entries = scheduled(
             {phase: chain(3)[Phase.FORWARD]}, SchedulePolicy(keep_last=0), lambda _, s=spec: s
         ).phases[phase]
         resharded = {
@@ -280,7 +280,7 @@ def test_the_root_stays_unsharded_after_a_forward_and_an_evaluation_unless_told_
 def test_what_was_gathered_ahead_and_not_used_stays_for_a_backward_alone(phase, resharded):
     specs = [GroupSpec(ahead_in_forward=(1,)), GroupSpec(reshard_after_forward=False)]
     order = (Event(EventKind.FORWARD_BEGIN, 0), Event(EventKind.FORWARD_END, 0))
-    last = plan({phase: order}, SchedulePolicy(), specs.__getitem__).phases[phase][-1]
+    last = scheduled({phase: order}, SchedulePolicy(), specs.__getitem__).phases[phase][-1]
     assert (Action(ActionKind.RESHARD, (1,)) in last.actions) == resharded
 
 
@@ -293,7 +293,7 @@ def test_the_policy_keeps_the_first_groups_that_the_backward_needs_besides_the_r
 def tiny(policy: SchedulePolicy, num_groups: int = 7) -> Schedule:
     """Groups of a third of the cap on one transport."""
     nbytes = policy.bucket_cap_nbytes // 3
-    return plan(
+    return scheduled(
         chain(num_groups), policy, lambda _: GroupSpec(nbytes=nbytes, grad_nbytes=nbytes, bucket_key=0)
     )
 
@@ -346,14 +346,14 @@ def test_without_a_cap_every_group_has_its_own_collectives():
 
 def test_a_small_gradient_goes_with_the_next_large_one():
     facts = [GroupSpec(grad_nbytes=nbytes, bucket_key=0) for nbytes in (9 << 20, 100, 9 << 20)]
-    backward = plan(chain(3), SchedulePolicy(), facts.__getitem__).phases[Phase.BACKWARD]
+    backward = scheduled(chain(3), SchedulePolicy(), facts.__getitem__).phases[Phase.BACKWARD]
     reductions = [a for _, actions in backward for a in actions if a.kind is ActionKind.REDUCE]
     assert reductions == [Action(ActionKind.REDUCE, (2,)), Action(ActionKind.REDUCE, (1, 0))]
 
 
 def test_the_last_groups_stay_for_the_backward():
     for keep_last, kept in ((0, set()), (1, {4}), (2, {3, 4}), (9, {0, 1, 2, 3, 4})):
-        schedule = plan(chain(5), SchedulePolicy(keep_last=keep_last), lambda _: GroupSpec(nbytes=10))
+        schedule = scheduled(chain(5), SchedulePolicy(keep_last=keep_last), lambda _: GroupSpec(nbytes=10))
         resharded = {
             a.group
             for _, actions in schedule.phases[Phase.FORWARD]
@@ -375,7 +375,7 @@ def test_the_last_groups_stay_for_the_backward():
     ],
 )
 def test_so_many_groups_are_gathered_ahead_as_limits_allow(options, ahead):
-    schedule = plan(chain(5), SchedulePolicy(**options), lambda _: GroupSpec(nbytes=10))
+    schedule = scheduled(chain(5), SchedulePolicy(**options), lambda _: GroupSpec(nbytes=10))
     assert gathered_ahead(schedule) == ahead
 
 
@@ -390,9 +390,15 @@ def gathered_ahead(schedule: Schedule) -> list[str]:
 
 def test_of_modules_that_are_cut_in_two_the_second_group_is_gathered_with_the_first():
     specs = [GroupSpec(), GroupSpec(), GroupSpec(), GroupSpec(part_of=2), GroupSpec()]
-    assert gathered_ahead(plan(chain(5), SchedulePolicy(), specs.__getitem__)) == ["1", "2 3", "", "4", ""]
+    assert gathered_ahead(scheduled(chain(5), SchedulePolicy(), specs.__getitem__)) == [
+        "1",
+        "2 3",
+        "",
+        "4",
+        "",
+    ]
     specs[0] = GroupSpec(ahead_in_forward=(2,))  # the first of them alone
-    assert gathered_ahead(plan(chain(5), SchedulePolicy(), specs.__getitem__)) == ["2", "3", "", "4", ""]
+    assert gathered_ahead(scheduled(chain(5), SchedulePolicy(), specs.__getitem__)) == ["2", "3", "", "4", ""]
 
 
 @pytest.mark.parametrize(
@@ -402,7 +408,9 @@ def test_of_modules_that_are_cut_in_two_the_second_group_is_gathered_with_the_fi
 def test_groups_join_a_collective_of_another_one_up_to_the_cap(nbytes, cap, shared):
     assert fits([1, 2], 3, 6) and not fits([1, 2], 4, 6) and not fits([], 0, 0) and fits([], 1, 1)
     policy = SchedulePolicy(bucket_cap_mb=cap / 2**20)
-    first, *_ = plan(chain(5), policy, lambda _: GroupSpec(nbytes=nbytes, bucket_key=0)).phases[Phase.FORWARD]
+    first, *_ = scheduled(chain(5), policy, lambda _: GroupSpec(nbytes=nbytes, bucket_key=0)).phases[
+        Phase.FORWARD
+    ]
     issued = [action for action in first.actions if action.kind is ActionKind.UNSHARD]
     assert str(issued[1]) == f"unshard {shared}"
 

@@ -15,7 +15,7 @@ from shardwright.engine.step.runtime import Runtime
 from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.schedule import ActionKind, Event, EventKind, Phase, Schedule, ScheduleEntry
-from shardwright.schedule.scheduler import plan
+from shardwright.schedule.scheduler import scheduled
 from shardwright.transport.base import Comm
 from shardwright.transport.device_times import DeviceTimes
 from shardwright.transport.streams import wait_for_device
@@ -112,7 +112,7 @@ def _one_by_one(table: GroupTable) -> Schedule:
     ends = (EventKind.BACKWARD_BEGIN, EventKind.GRADS_READY, EventKind.BACKWARD_END)
     backward = [Event(kind, g) for g in reversed(groups) for kind in ends] + [Event(EventKind.STEP_END)]
     orders = {Phase.FORWARD: tuple(forward), Phase.BACKWARD: tuple(backward)}
-    return plan(orders, SchedulePolicy(), table.effective)
+    return scheduled(orders, SchedulePolicy(), table.effective)
 
 
 def _rehearse(executor: Executor, phases: dict[Phase, tuple[ScheduleEntry, ...]]) -> float:

@@ -7,7 +7,7 @@ from shardwright.errors import ConfigError
 from shardwright.plan.workload import Workload
 from shardwright.policy import BackwardPrefetch, SchedulePolicy
 from shardwright.schedule.schedule import GroupSpec, Schedule
-from shardwright.schedule.scheduler import plan
+from shardwright.schedule.scheduler import scheduled
 
 
 @dataclass(frozen=True)
@@ -117,4 +117,4 @@ def schedule(
         _spec(workload, preset, index, index not in kept and reshard_after_forward)
         for index in range(len(workload.groups))
     ]
-    return plan(workload.orders, preset.policy, known.__getitem__)
+    return scheduled(workload.orders, preset.policy, known.__getitem__)

@@ -357,7 +357,7 @@ class Follower(Following):
         else:
             self._leave()
         # Alone a rank needs no order that also serves others: the one that it went is planned next.
-        if cursor.mode is Mode.LOCAL and not cursor.inner and cursor.order != cursor.plan.events:
+        if cursor.mode is Mode.LOCAL and not cursor.inner and cursor.order != cursor.planned.events:
             self._agenda += (Describe(RecordedOrder(cursor.entry, cursor.phase, cursor.order)),)
 
     def _end_backward(self) -> None:

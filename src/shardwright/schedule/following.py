@@ -42,7 +42,7 @@ class Mode(StrEnum):
 class Cursor(NamedTuple):
     """One phase as this rank goes through it.
 
-    place: the next of ``plan.entries``. inner: it runs within another one. asking: the rest of it is asked
+    place: the next of ``planned.entries``. inner: it runs within another one. asking: the rest of it is asked
     for. busy: bits of the groups whose modules run now; a passed event doesn't reshard them. order: its
     events.
     """
@@ -50,7 +50,7 @@ class Cursor(NamedTuple):
     phase: Phase
     entry: int
     mode: Mode
-    plan: PlannedPhase = UNPLANNED
+    planned: PlannedPhase = UNPLANNED
     inner: bool = False
     place: int = 0
     asking: bool = False
@@ -62,7 +62,7 @@ class Cursor(NamedTuple):
         needs no collective, so nothing is passed for it that may still be needed."""
         # Alone nothing is passed, since nobody needs what would be launched for it.
         until = None if self.mode is Mode.AGREED else self.place + 1
-        for place, entry in enumerate(self.plan.entries[self.place : until], self.place):
+        for place, entry in enumerate(self.planned.entries[self.place : until], self.place):
             if entry.event == event:
                 return place
             if event.kind in ENDS and entry.event.kind not in ENDS:
@@ -238,15 +238,15 @@ class Following:
     # ---- entering a phase, and leaving it
 
     def _enter(self, phase: Phase, entry: int) -> None:
-        plan, states = self.recorded.planned(entry, phase), self.groups.states
-        self.cursors += (Cursor(phase, entry, self.mode, plan),)
-        as_planned = states.live == plan.live and not (
+        planned, states = self.recorded.planned(entry, phase), self.groups.states
+        self.cursors += (Cursor(phase, entry, self.mode, planned),)
+        as_planned = states.live == planned.live and not (
             states.smaller or states.kept or states.held_back or states.in_flight
         )
         # Planned actions are taken unseen only from the very state that the plan supposes. Else they would
         # gather a group twice, or reduce one that no rank has gradients of.
-        if as_planned and not plan.reduced & ~states.used_by_some:
-            self._exact, self._place = plan.steps, 0
+        if as_planned and not planned.reduced & ~states.used_by_some:
+            self._exact, self._place = planned.steps, 0
 
     def _leave_exact(self) -> None:
         """From here on the states are kept event by event: bring them up to where the schedule was followed
@@ -256,7 +256,7 @@ class Following:
         cursor, live, held, busy = self.cursors[-1], self.groups.states.live, self.groups.states.held, 0
         held_back: list[int] = []
         in_flight: list[tuple[int, ...]] = []
-        for event, actions in cursor.plan.entries[: self._place]:
+        for event, actions in cursor.planned.entries[: self._place]:
             for kind, groups, *_ in actions:
                 if kind is ActionKind.REDUCE:
                     in_flight.append(groups)
@@ -281,7 +281,7 @@ class Following:
                 if self.recorded.specs[event.group].reads(event.kind):
                     busy |= bit
         self.groups.set(live=live, held=held, held_back=tuple(held_back), in_flight=tuple(in_flight))
-        self._move(place=self._place, order=cursor.plan.events[: self._place], busy=busy)
+        self._move(place=self._place, order=cursor.planned.events[: self._place], busy=busy)
         self._exact, self._place = (), 0
 
     def _leave(self) -> None:
@@ -301,21 +301,21 @@ class Following:
         cursor = self.cursors[-1]
         found = cursor.find(event)
         if found is not None:
-            self._take(cursor.plan.entries[cursor.place : found + 1])
+            self._take(cursor.planned.entries[cursor.place : found + 1])
         elif cursor.mode is Mode.LOCAL:
             self._drop_rest()
         return found is not None
 
     def _take_rest(self) -> None:
         cursor = self.cursors[-1]
-        rest = cursor.plan.entries[cursor.place :]
+        rest = cursor.planned.entries[cursor.place :]
         if cursor.mode is Mode.AGREED or (rest and rest[0].event.kind is EventKind.STEP_END):
             self._take(rest)
         elif rest:
             self._drop_rest()
 
     def _drop_rest(self) -> None:
-        self._move(place=len(self.cursors[-1].plan.entries))
+        self._move(place=len(self.cursors[-1].planned.entries))
         self.groups.set(live=0)
 
     def _take(self, entries: Sequence[ScheduleEntry]) -> None:

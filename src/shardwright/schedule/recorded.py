@@ -15,7 +15,7 @@ from shardwright.schedule.schedule import (
     Schedule,
     ScheduleEntry,
 )
-from shardwright.schedule.scheduler import plan
+from shardwright.schedule.scheduler import scheduled
 from shardwright.schedule.sync import Recorded, Step
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class RecordedSchedules:
         self.policy, self.specs = policy, specs
         self._schedules = {
             # Sorted, so that the digest doesn't depend on the order in which a rank came to know them.
-            entry: plan(orders, policy, specs.__getitem__)
+            entry: scheduled(orders, policy, specs.__getitem__)
             for entry, orders in sorted(self._orders.items())
         }
         self._planned = {

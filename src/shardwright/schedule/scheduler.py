@@ -232,13 +232,13 @@ class Scheduler:
         return sum(self.spec_of(g).nbytes for g in (*held, group)) <= self.policy.budget_nbytes
 
 
-def plan(
+def scheduled(
     orders: dict[Phase, tuple[Event, ...]], policy: SchedulePolicy, spec_of: Callable[[int], GroupSpec]
 ) -> Schedule:
     """The schedule for recorded ``orders`` (the events of each phase as they happened).
 
-    The backward is planned from what the forward leaves unsharded. Each phase's plan is a pure function
-    of its arguments, so every rank that recorded the same order plans the same collectives.
+    The backward is planned from what the forward leaves unsharded. It is a pure function, so every rank that
+    recorded the same orders plans the same collectives.
     """
     spec_of = functools.cache(spec_of)
     step = Scheduler(policy, spec_of, kept_for_backward(orders, policy, spec_of))
