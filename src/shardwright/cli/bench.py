@@ -10,7 +10,6 @@ import torch.distributed as dist
 from shardwright.cli.arguments.bench import check_out
 from shardwright.plan.cluster import Cluster
 from shardwright.plan.measure import (
-    measured_briefly,
     measured_device,
     measured_hosts,
     measured_links,
@@ -53,10 +52,11 @@ def _before(path: Path, what: str) -> Cluster | None:
 def measured_cluster(path: Path, dtype: torch.dtype) -> Cluster:
     """This job's ranks, briefly: links, and devices as the file has them, else measured. Every rank calls."""
     before = of_first_rank(lambda: _before(path, "compute"))
-    with measured_briefly():
-        device, constants = measured_device(dtype) if before is None else (before.device, before.constants)
-        alone = dist.get_world_size() == 1
-        return (measured_hosts if alone else measured_links)(device, constants)
+    share = 0.1  # of the time that the command of its own takes
+    device, constants = measured_device(dtype, share) if before is None else (before.device, before.constants)
+    if dist.get_world_size() == 1:
+        return measured_hosts(device, constants)
+    return measured_links(device, constants, share)
 
 
 def told(cluster: Cluster) -> str:

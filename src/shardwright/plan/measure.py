@@ -6,8 +6,7 @@ All ranks measure at the same time, since ranks of one host share memory and cor
 import json
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from statistics import median
 from typing import NamedTuple
@@ -36,16 +35,24 @@ _LINK_NBYTES = (1 << 12, 1 << 14, 1 << 20, 1 << 22, 1 << 24)
 _LINK_LONG_S = 3.0  # after one that took as long no larger one is measured
 
 
-@contextmanager
-def measured_briefly() -> Iterator[None]:
-    """Measure a tenth as long within the block, and less exactly. Every rank enters."""
-    global _LONG_US, _LINK_LONG_S
-    before = _LONG_US, _LINK_LONG_S
-    _LONG_US, _LINK_LONG_S = _LONG_US // 10, _LINK_LONG_S / 10
-    try:
-        yield
-    finally:
-        _LONG_US, _LINK_LONG_S = before
+class Timer(NamedTuple):
+    """How long calls take on the slowest rank of ``comm``.
+
+    share: 0.1 measures a tenth as long as 1.0 does, and less exactly.
+    """
+
+    comm: Comm
+    share: float
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one call: the median of three times as many as take long enough. Every rank calls."""
+        repeats, long_us = 1, int(_LONG_US * self.share)
+        while True:
+            taken = _us(repeats, run), _us(repeats, run), _us(repeats, run)
+            (slowest,) = self.comm.host.all_reduce_words([int(median(taken))], max, "what a measurement took")
+            if slowest >= long_us or repeats >= _MOST_REPEATS:
+                return max(slowest, 1) / 1e6 / repeats
+            repeats = min(_MOST_REPEATS, max(2 * repeats, repeats * long_us // max(slowest, 1)))
 
 
 class Fit(NamedTuple):
@@ -84,16 +91,18 @@ def of_first_rank(make: Callable[[], Cluster | None]) -> Cluster | None:
     return told and read(Cluster, told)
 
 
-def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Constants]:
+def measured_device(dtype: torch.dtype = torch.bfloat16, share: float = 1.0) -> tuple[DeviceSpec, Constants]:
     """This rank's device: the rates of matmuls, memory, attention and AdamW in ``dtype``, the slowest rank's.
 
-    Joins the job of the launcher, if there is one; every rank of it calls. Takes some ten seconds.
+    Joins the job of the launcher, if there is one; every rank of it calls. Takes some ten seconds, of which
+    ``share`` is taken, the less exactly.
     The device's shares and the constants are 1 where its rates are what was reached.
     """
     comm, device = _meet()
-    peak_flops, narrow = _matmuls(comm, device, dtype)
+    timer = Timer(comm, share)
+    peak_flops, narrow = _matmuls(timer, device, dtype)
     source, target = (torch.empty(1 << 26, dtype=torch.uint8, device=device) for _ in range(2))
-    bandwidth = 2 * source.nbytes / _seconds(comm, lambda: target.copy_(source))
+    bandwidth = 2 * source.nbytes / timer.seconds(lambda: target.copy_(source))
     small = torch.zeros(1, device=device)
     spec = DeviceSpec(
         name=_name(device),
@@ -102,7 +111,7 @@ def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Co
         memory_bandwidth=bandwidth,
         link_bandwidth=0.0,
         matmul=1.0,
-        attention=min(_attention(comm, device, dtype) / peak_flops, 1.0),
+        attention=min(_attention(timer, device, dtype) / peak_flops, 1.0),
         ring=1.0,
         reserved=1.0 if device.type == "cpu" else DeviceSpec.reserved,
         dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]  # checked there
@@ -111,22 +120,22 @@ def measured_device(dtype: torch.dtype = torch.bfloat16) -> tuple[DeviceSpec, Co
     constants = Constants(
         matmul=1.0,
         attention=1.0,
-        memory=_passes(comm, device, dtype) / bandwidth,
+        memory=_passes(timer, device, dtype) / bandwidth,
         narrow=narrow,
-        optimizer=_optimizer_s(comm, device) * bandwidth,
+        optimizer=_optimizer_s(timer, device) * bandwidth,
         wire=1.0,
-        launch_s=_seconds(comm, lambda: [small.add_(1) for _ in range(100)]) / 100,
+        launch_s=timer.seconds(lambda: [small.add_(1) for _ in range(100)]) / 100,
         contention=0.0,
     )
     return spec, constants
 
 
-def _matmuls(comm: Comm, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def _matmuls(timer: Timer, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """FLOP/s of very wide ones, and the width that reaches half of it."""
     wide, points = _NARROW[-1], []
     for narrow in _NARROW:
         a, b = (torch.randn(*shape, device=device).to(dtype) for shape in ((wide, narrow), (narrow, wide)))
-        taken = _seconds(comm, lambda a=a, b=b: a @ b)
+        taken = timer.seconds(lambda a=a, b=b: a @ b)
         points.append((1 / narrow, taken / (2.0 * narrow * wide * wide)))
     fit = fitted(points)
     if not fit.at_zero:
@@ -134,7 +143,7 @@ def _matmuls(comm: Comm, device: torch.device, dtype: torch.dtype) -> tuple[floa
     return 1 / fit.at_zero, fit.each / fit.at_zero
 
 
-def _passes(comm: Comm, device: torch.device, dtype: torch.dtype) -> float:
+def _passes(timer: Timer, device: torch.device, dtype: torch.dtype) -> float:
     """Bytes/s of elementwise kernels as transformers have them."""
     hidden, weight = (torch.randn(*shape, device=device).to(dtype) for shape in ((2048, 1024), (1024,)))
     passes: list[tuple[int, Callable[[], object]]] = [
@@ -144,23 +153,23 @@ def _passes(comm: Comm, device: torch.device, dtype: torch.dtype) -> float:
         (2, lambda: torch.softmax(hidden, -1)),
     ]
     moved = sum(times * hidden.nbytes for times, _ in passes)
-    return moved / sum(_seconds(comm, run) for _, run in passes)
+    return moved / sum(timer.seconds(run) for _, run in passes)
 
 
-def _attention(comm: Comm, device: torch.device, dtype: torch.dtype) -> float:
+def _attention(timer: Timer, device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the causal one, of which half is masked."""
     heads, length, size = 8, 512, 64
     query = torch.randn(1, heads, length, size, device=device).to(dtype)
-    taken = _seconds(comm, lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
+    taken = timer.seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
     return 2.0 * heads * length * length * size / taken
 
 
-def _optimizer_s(comm: Comm, device: torch.device) -> float:
+def _optimizer_s(timer: Timer, device: torch.device) -> float:
     """Seconds of AdamW for each parameter."""
     param = torch.nn.Parameter(torch.zeros(1 << 22, device=device))
     param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW([param], foreach=True)
-    return _seconds(comm, optimizer.step) / param.numel()
+    return timer.seconds(optimizer.step) / param.numel()
 
 
 def measured_hosts(device: DeviceSpec, constants: Constants) -> Cluster:
@@ -175,12 +184,13 @@ def measured_hosts(device: DeviceSpec, constants: Constants) -> Cluster:
     return Cluster(device, comm.world, sizes.pop(), constants=constants, host_memory_nbytes=float(memory))
 
 
-def measured_links(device: DeviceSpec, constants: Constants) -> Cluster:
+def measured_links(device: DeviceSpec, constants: Constants, share: float = 1.0) -> Cluster:
     """``measured_hosts``, with the latency and the bandwidth of all-gathers between its ranks, by the
     transport that steps take; and how much computing loses beside one. Every rank of the job calls.
 
     Of a host's ranks the link is measured among themselves, and between hosts among all; a job of one host
-    says nothing of what is between hosts. Raises: InputError for a job of one rank, or as ``measured_hosts``.
+    says nothing of what is between hosts. share: as of ``measured_device``.
+    Raises: InputError for a job of one rank, or as ``measured_hosts``.
     """
     comm, where = _meet()
     if comm.world == 1:
@@ -193,7 +203,7 @@ def measured_links(device: DeviceSpec, constants: Constants) -> Cluster:
     if per_host > 1:
         hosts = _hosts(comm)
         inside = comm if per_host == ranks else comm_of(_groups_of(hosts), where.type)
-        within, hop_s = _link(inside, hops=per_host - 1)
+        within, hop_s = _link(Timer(inside, share), hops=per_host - 1)
         cluster = replace(
             cluster,
             device=replace(device, link_bandwidth=within),
@@ -201,21 +211,21 @@ def measured_links(device: DeviceSpec, constants: Constants) -> Cluster:
         )
     if per_host < ranks:
         hops = ranks - cluster.hosts + HOST_HOP * (cluster.hosts - 1)
-        between, hop_s = _link(comm, hops)
+        between, hop_s = _link(Timer(comm, share), hops)
         if per_host > 1:  # prices add what the way inside of a host takes
             between = 1 / max(1 / between - 1 / cluster.device.link_bandwidth, 1e-15)
         cluster = replace(cluster, host_bandwidth=between, constants=replace(cluster.constants, hop_s=hop_s))
-    return replace(cluster, constants=replace(cluster.constants, contention=_contention(comm)))
+    return replace(cluster, constants=replace(cluster.constants, contention=_contention(Timer(comm, share))))
 
 
-def _link(comm: Comm, hops: float) -> tuple[float, float]:
+def _link(timer: Timer, hops: float) -> tuple[float, float]:
     """Bytes/s that come in on a rank, and seconds for each hop."""
     points = []
     for nbytes in _LINK_NBYTES:
-        gather = _gather(comm, nbytes)
-        taken = _seconds(comm, lambda gather=gather: gather().wait())
-        points.append((float(nbytes * (comm.world - 1)), taken))
-        if taken > _LINK_LONG_S:
+        gather = _gather(timer.comm, nbytes)
+        taken = timer.seconds(lambda gather=gather: gather().wait())
+        points.append((float(nbytes * (timer.comm.world - 1)), taken))
+        if taken > _LINK_LONG_S * timer.share:
             break
     fit = fitted(points)
     return 1 / fit.each if fit.each else math.inf, max(fit.at_zero - LAUNCH_S, 0.0) / hops
@@ -227,12 +237,12 @@ def _gather(comm: Comm, nbytes: int) -> Callable[[], Gather]:
     return lambda: comm.all_gather([segment], "measure the links")
 
 
-def _contention(comm: Comm) -> float:
+def _contention(timer: Timer) -> float:
     """Seconds that computing loses for each second of an all-gather beside it."""
-    a = torch.ones(512, 512, device=_device_of(comm))
-    gather = _gather(comm, 1 << 22)
-    gather_s = _seconds(comm, lambda: gather().wait())
-    products = math.ceil(2 * gather_s / _seconds(comm, lambda: a @ a))  # as long as two all-gathers
+    a = torch.ones(512, 512, device=_device_of(timer.comm))
+    gather = _gather(timer.comm, 1 << 22)
+    gather_s = timer.seconds(lambda: gather().wait())
+    products = math.ceil(2 * gather_s / timer.seconds(lambda: a @ a))  # as long as two all-gathers
 
     def compute() -> None:
         for _ in range(products):
@@ -243,18 +253,7 @@ def _contention(comm: Comm) -> float:
         compute()
         flight.wait()
 
-    return max(_seconds(comm, both) - _seconds(comm, compute), 0.0) / gather_s
-
-
-def _seconds(comm: Comm, run: Callable[[], object]) -> float:
-    """Of one call, as the slowest rank takes it: the median of three times as many as take long enough."""
-    repeats = 1
-    while True:
-        taken = _us(repeats, run), _us(repeats, run), _us(repeats, run)
-        (slowest,) = comm.host.all_reduce_words([int(median(taken))], max, "what a measurement took")
-        if slowest >= _LONG_US or repeats >= _MOST_REPEATS:
-            return max(slowest, 1) / 1e6 / repeats
-        repeats = min(_MOST_REPEATS, max(2 * repeats, repeats * _LONG_US // max(slowest, 1)))
+    return max(timer.seconds(both) - timer.seconds(compute), 0.0) / gather_s
 
 
 def _us(repeats: int, run: Callable[[], object]) -> float:

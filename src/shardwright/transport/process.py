@@ -77,7 +77,8 @@ class ProcessState:
     explain, look: set by the watch. The error to raise in place of one that a transport met; and a look,
         now, whether there is a diagnosis.
     recorder: what ran in the last steps. loops, device_times: of all transports that are alive.
-    num_logs: launch logs that were made, by ranks and kind. probes: see ``abort.is_closed``.
+    num_pages: pages of steps that ranks have written together. num_logs: launch logs that were made, by ranks
+        and kind. probes: see ``abort.is_closed``.
     is_ours, transport: what was chosen by ``set_process`` and ``set_transport``. told: warnings given once.
     """
 
@@ -95,6 +96,7 @@ class ProcessState:
         self.look: Callable[[], None] | None = None
         self.thread = threading.get_ident()
         self.recorder = Recorder()
+        self.num_pages = 0
         self.num_logs: Counter[tuple[tuple[int, ...], str]] = Counter()
         self.loops: WeakSet[Any] = WeakSet()
         self.device_times: WeakSet[Any] = WeakSet()

@@ -10,11 +10,10 @@ from shardwright.observe.steps.rings import Ring, write
 from shardwright.observe.steps.step_page import Predicted, save_page
 from shardwright.transport.attempt import this_attempt
 from shardwright.transport.jobstore import job_store
+from shardwright.transport.process import process_state
 
 _COME_S = 10.0  # that the first rank waits for the others' rings
 _WRITE_S = 40.0  # that the others wait for it
-
-_saves = 0
 
 
 def save_together(
@@ -23,13 +22,12 @@ def save_together(
     """Every rank calls it; the first rank writes the page of those that come within 10 s, and returns its
     files. Where the others don't hear from it each leaves its own ring in ``folder``, and returns that file.
     """
-    global _saves
     if own.world == 1:
         return save_page([own], folder, steps, predicted)
-    _saves += 1
+    process_state.num_pages += 1
     attempt = this_attempt()
     attempt.meet_within(_COME_S)
-    store = PrefixStore(f"shardwright/trace/{attempt.token}/{_saves}", job_store())
+    store = PrefixStore(f"shardwright/trace/{attempt.token}/{process_state.num_pages}", job_store())
     try:
         if own.rank:
             store.set(str(own.rank), own.to_bytes())  # pyright: ignore[reportArgumentType]
