@@ -78,7 +78,7 @@ class ProcessState:
         now, whether there is a diagnosis.
     recorder: what ran in the last steps. loops, device_times: of all transports that are alive.
     num_pages: pages of steps that ranks have written together. num_logs: launch logs that were made, by ranks
-        and kind. probes: see ``abort.is_closed``.
+        and kind. probes: see ``is_closed``.
     is_ours, transport: what was chosen by ``set_process`` and ``set_transport``. told: warnings given once.
     """
 
