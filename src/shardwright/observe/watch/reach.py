@@ -78,7 +78,8 @@ class Reach:
         until that is known."""
         self._attempt.meet()
         if self._exchange is None:
-            if not self._attempt.token:
+            # A script may destroy the process group before the ranks have met.
+            if not (self._attempt.token and dist.is_initialized()):
                 return False
             token = self._attempt.token
             exchange = open_exchange(default_store(), self.world, token, self._store.bottom())
