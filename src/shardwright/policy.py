@@ -319,10 +319,6 @@ class ReductionPolicy:
     unused_params: bool = False
     weighted: bool = False
 
-    def divisor(self, ranks: int) -> float:
-        """What the sum over so many ranks is divided by."""
-        return 1.0 if self.weighted else self.divide_factor or ranks
-
     def __post_init__(self) -> None:
         if self.divide_factor is not None and not self.divide_factor > 0:
             raise InputError(f"the gradient divide factor must be positive, got {self.divide_factor!r}")

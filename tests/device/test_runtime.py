@@ -217,7 +217,6 @@ NOT_SEEN = {
         "a callback runs once the sums of its collective have landed, and nothing is left to wait for"
     ),
     "engine/groups/group.py restore: group._free()": _INTERRUPTED,
-    "engine/groups/group.py restore: group._release()": _INTERRUPTED,
     "engine/step/runtime.py Runtime.running: self._turn.settle()": _INTERRUPTED,
     "engine/step/runtime.py Turn.__enter__: self.settle()": _INTERRUPTED,
     "engine/step/batches.py rehearse: reduction.wait()": _ALONE,

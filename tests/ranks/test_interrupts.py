@@ -162,7 +162,16 @@ def test_after_ctrl_c_at_any_place_of_the_first_step_the_next_one_is_right(kind,
 
 
 def once(monkeypatch, owner, name):
-    """The next call of ``owner.name`` raises what Ctrl-C does."""
+    """The next call of ``owner.name`` raises what Ctrl-C does; of an attribute, the next time it is set."""
+
+    def set_it(*_):
+        monkeypatch.delattr(owner, name)
+        raise KeyboardInterrupt
+
+    if not hasattr(owner, name):  # of instances
+        kept = property(lambda self: vars(self)[name], set_it)
+        monkeypatch.setattr(owner, name, kept, raising=False)
+        return
     function = getattr(owner, name)
 
     def interrupted(*args, **options):
@@ -211,12 +220,12 @@ def test_a_rank_that_goes_on_after_ctrl_c_and_the_others_are_told_at_once(transp
     ("transport", "owner", "name"),
     [
         ("auto", MemorySegment, "write_record"),
-        ("auto", ParamGroup, "receive"),
+        ("auto", ParamGroup, "gather"),
         ("auto", Bound, "show"),
         ("auto", Reducer, "send"),
-        ("sockets", ParamGroup, "receive"),
+        ("sockets", ParamGroup, "gather"),
         ("sockets", Reducer, "send"),
-        ("collectives", ParamGroup, "receive"),
+        ("collectives", ParamGroup, "gather"),
     ],
 )
 @on_ranks(2, limit_s=15.0)

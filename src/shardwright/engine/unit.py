@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -14,12 +15,37 @@ from shardwright.errors import InputError, MisuseError
 from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.schedule import Phase
-from shardwright.torch_private import REGISTRY_KEY, STATE_KEY
+from shardwright.torch_private import REGISTRY_KEY, STATE_KEY, tree_flatten
 
 if TYPE_CHECKING:
     from shardwright.engine.building.deferred import Deferred
 
 _ATTRIBUTE = "_shardwright_unit"
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What is remembered of an input tensor. A value of another kind is remembered by its type's name alone:
+    to keep it might keep memory alive."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+
+def shapes_in(args: Any, kwargs: Any) -> Any:
+    """What a module is called with, without memory, taken apart by ``tree_flatten``."""
+    # Put together where they are read: the constructor of a container may look at its leaves, as that of
+    # ``PackedSequence`` does.
+    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+    shapes = [
+        TensorShape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else (leaf if isinstance(leaf, _PLAIN) else type(leaf))
+        for leaf in leaves
+    ]
+    return shapes, spec
 
 
 @dataclass

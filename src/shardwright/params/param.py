@@ -103,11 +103,13 @@ class ShardedParam:
     """A parameter split over an axis. ``fqn`` is its name in the module that ``fully_shard`` was called on.
 
     sites: every place that shows it (more than one where modules share it).
+    split: how it is sharded.
     place: where its shards lie. attributes: what the caller had set on it; every face has them.
     compared: its names, and by each the one to compare with other ranks' where that is another.
     kept_dtype: it is never cast (codes, scales, and what ``param_dtype_override_fn`` says).
     beginning: of its values; None where no other rank has them.
     bound: its unsharded face; None until it is made, before the first all-gather or by it.
+    has_device_copy: what is gathered is a copy of the shard that stays on the device.
     extended: its class says itself what is gathered. shows_itself: to show it takes more than to write its
         sites. members: of a flat parameter those that it is made of, one after another; else ().
     """
@@ -120,6 +122,9 @@ class ShardedParam:
         """Split ``param``, or take it over where it is a DTensor that was split like that before."""
         self.fqn = fqn
         self.sites = sites
+        self.split = split
+        offload = split.offload
+        self.has_device_copy = isinstance(offload, CPUOffloadPolicy) and not offload.params and split.on_host
         inner = spec_of(param) if isinstance(param, DTensor) else None
         whole = local_of(param) if isinstance(param, DTensor) else param
         self.place = ParamPlacement(
@@ -184,11 +189,6 @@ class ShardedParam:
     def is_first(self) -> bool:
         """Whether this is the first of all ranks that hold a part of it."""
         return not any(self.spec.mesh.get_coordinate() or ())
-
-    @property
-    def split(self) -> Split:
-        """How it is sharded."""
-        return self.place.split
 
     @property
     def layout(self) -> ParamLayout:
@@ -341,12 +341,6 @@ class ShardedParam:
         """This rank's part of the buffer, in the shape of the local shard."""
         assert self.bound is not None, "bind() first"
         return self.bound.own
-
-    @property
-    def has_device_copy(self) -> bool:
-        """Whether what is gathered is a copy of the shard that stays on the device."""
-        offload = self.split.offload
-        return isinstance(offload, CPUOffloadPolicy) and not offload.params and self.split.on_host
 
     @property
     def device_copy(self) -> torch.Tensor:

@@ -13,10 +13,9 @@ from torch import nn
 
 from shardwright.columns import in_words
 from shardwright.engine.building.torch_state import methods_run_as_forward
-from shardwright.engine.unit import Unit, unit_of, units_in
+from shardwright.engine.unit import TensorShape, Unit, unit_of, units_in
 from shardwright.errors import ConfigError, InputError
 from shardwright.module import original_class
-from shardwright.observe.attached import TensorShape
 from shardwright.observe.memory.accounts import group_names
 from shardwright.observe.memory.out_of_memory import Exhausted
 from shardwright.observe.memory.report import Category

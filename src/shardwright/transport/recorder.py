@@ -100,11 +100,16 @@ class Recorder:
     def look(self, now: float) -> None:
         """Write down what the kernel counts of the calling thread. Called where something long may begin or
         has ended, and ``now`` is past ``look_s``."""
-        use = thread_use()
-        # Where the kernel counts nothing it isn't asked again.
-        self.look_s = inf if use is None else now + LOOK_S
-        if use is not None:
-            self.write((USE, use, now))
+        counted = waited_for_core()
+        if counted is None:
+            self.look_s = inf  # where the kernel counts nothing it isn't asked again
+            return
+        self.look_s = now + LOOK_S
+        ran_s, queued_s = clock.thread_time(), counted[1]  # the kernel's own count of ran_s is a tick behind
+        faults, throttled_s = getrusage(RUSAGE_THREAD).ru_majflt, _own.throttled_s(queued_s)
+        others_s = clock.process_time() - ran_s
+        use = ThreadUse(threading.get_ident(), ran_s, queued_s, faults, others_s, throttled_s)
+        self.write((USE, use, now))
 
     def steps(self) -> list[_Written]:
         """Number and begin of each step that is remembered, with what was written since: copies."""
@@ -176,17 +181,6 @@ def waited_for_core() -> tuple[float, float] | None:
         return None
     ran_ns, queued_ns, _ = os.pread(_own.schedstat.file.fileno(), 96, 0).split()
     return int(ran_ns) / 1e9, int(queued_ns) / 1e9
-
-
-def thread_use() -> ThreadUse | None:
-    """What the kernel counts of the calling thread, now; None where nobody counts that."""
-    counted = waited_for_core()
-    if counted is None:
-        return None
-    ran_s, queued_s = clock.thread_time(), counted[1]  # the kernel's own count of ran_s is a tick behind
-    faults, throttled_s = getrusage(RUSAGE_THREAD).ru_majflt, _own.throttled_s(queued_s)
-    others_s = clock.process_time() - ran_s
-    return ThreadUse(threading.get_ident(), ran_s, queued_s, faults, others_s, throttled_s)
 
 
 class _Own:

@@ -47,7 +47,8 @@ class ParamGroup:
     name: for messages; of the first module. policy: replaced as a whole by setters, never edited.
     gatherer: how it is gathered, and what its quantised weights are decoded by. reducer: what becomes of the
         gradients.
-    trainable: bits of the parameters that ask for a gradient, as of the last unshard.
+    trainable: bits of the parameters that ask for a gradient, as of the last unshard. gather: the all-gather
+        in flight, which ``wait`` waits for.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ParamGroup:
         self.trainable = 0
         self._bound: Bound | None = None
         self.face_versions = FaceVersions()
-        self._gather: Gather | None = None
+        self.gather: Gather | None = None
 
     def rename(self, name: str) -> None:
         """Another name for messages: its group became part of a larger model."""
@@ -106,12 +107,6 @@ class ParamGroup:
     def is_stale(self) -> bool:
         """Whether a shard has changed since the group was unsharded (an optimizer step, a load)."""
         return self.stage is not Stage.SHARDED and self.shard_versions() != self.face_versions.gathered
-
-    def forget_versions(self, written: bool = False) -> None:
-        """From here on shards may be written in a way that leaves no mark (an edit of ``.data``).
-        written: they are now, so that what is unsharded is stale."""
-        if written or self.stage is Stage.SHARDED:
-            self.face_versions.gathered = ()
 
     def forget_copies(self) -> None:
         """Shards may have been written without a mark, as ``AdamW(fused=True)`` and ``.data`` do: what is
@@ -202,7 +197,7 @@ class ParamGroup:
             self._take_buffer()
             gather = gatherer.gather_part(smaller is not None, ShardedParam.gather_segment, self.name)
             if gather is not None:
-                self.receive(gather)
+                self.gather = gather
                 return None
         streams = gatherer.comm.streams
         if streams is None:
@@ -227,18 +222,13 @@ class ParamGroup:
             self._bound.copy_in()
         return segments + self._bound.segments
 
-    def receive(self, gather: Gather) -> None:
-        """The all-gather in flight that ``wait`` waits for."""
-        self._gather = gather
-
     def give_up(self) -> None:
         """Be at rest again where ``fill`` was not followed by an all-gather, since issuing it failed, or
         where what it brought could not be decoded."""
         assert self.buffer is not None
-        if self.stage is Stage.GATHERING and self._gather is None:
+        if self.stage is Stage.GATHERING and self.gather is None:
             self._move(Stage.SHARDED)
             self._free()
-            self._release()
             if self.gatherer.comm.streams is not None:
                 self.gatherer.comm.streams.forget_filled()
 
@@ -248,9 +238,9 @@ class ParamGroup:
         Returns the bytes of buffers that it held at most: while decoding, codes and decoded weights.
         Where waiting fails the all-gather stays in flight; where decoding does the group is at rest again.
         """
-        assert self._gather is not None and self.buffer is not None and self._bound is not None
-        self._gather.wait()
-        self._gather = None
+        assert self.gather is not None and self.buffer is not None and self._bound is not None
+        self.gather.wait()
+        self.gather = None
         held_nbytes, decoding = self.held_nbytes, self.gatherer.decoding
         # The smaller world's shards are taken of what was gathered, after the forward.
         keep_arrival = self.gatherer.smaller_world is not None
@@ -262,8 +252,9 @@ class ParamGroup:
         except Exception:
             self.give_up()
             raise
-        if held_nbytes > self.held_nbytes:  # what was gathered was given back once it was decoded
-            self._release()
+        streams = self.axis.comm.streams
+        if held_nbytes > self.held_nbytes and streams is not None:
+            streams.release()  # what was gathered was given back once it was decoded
         self._move(Stage.UNSHARDED)
         self.face_versions.follow(self.faces, self.face_versions.gathered or self.shard_versions())
         self._bound.show(unsharded=True)
@@ -327,7 +318,6 @@ class ParamGroup:
         assert self._bound is not None
         self._bound.show(unsharded=False)
         self._free()
-        self._release()
         # After all is at rest, so that the error leaves nothing half done.
         moved = moved_memory(self.params, self.faces)
         if moved is not None:
@@ -341,12 +331,8 @@ class ParamGroup:
         self.buffer.free()
         if not self.gatherer.decoding.is_idle:
             self.gatherer.decoding.free()
-
-    def _release(self) -> None:
-        """Memory that was gathered into was given back: the next gather follows what compute still reads."""
-        streams = self.axis.comm.streams
-        if streams is not None:
-            streams.release()
+        if self.axis.comm.streams is not None:
+            self.axis.comm.streams.release()  # the next gather follows what compute still reads of it
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -410,7 +396,7 @@ def restore(group: ParamGroup) -> None:
     """Bring a group to rest, wherever an interrupt has come; not what is being gathered, which the next use
     waits for."""
     was, bound = group.stage, group._bound
-    if was is Stage.GATHERING and group._gather is not None:
+    if was is Stage.GATHERING and group.gather is not None:
         return
     if was is not Stage.SHARDED:
         group._move(Stage.SHARDED)
@@ -420,7 +406,6 @@ def restore(group: ParamGroup) -> None:
         group.regroup(group.params)
     elif group.held_nbytes and group.buffer is not None:
         group._free()
-        group._release()
 
 
 def follow_freezing(group: ParamGroup) -> None:

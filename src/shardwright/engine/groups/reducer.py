@@ -68,14 +68,9 @@ class Reducer:
         self._axis = axis
         self._ranks = axis.world * axis.num_copies  # whose gradients are summed, over shards and copies
         self._precision = precision
-        self._predivisor = 1.0
+        self._began_by = 1.0  # the divisor when the first of what is summed was reduced
 
     # ---- the reduce-scatter
-
-    @property
-    def holds(self) -> bool:
-        """Whether gradients were taken by ``hold`` and not sent since."""
-        return GradPlace.TAKEN in self.gradients.at
 
     @property
     def keeps_grads(self) -> bool:
@@ -90,7 +85,7 @@ class Reducer:
         return not self.done and self.policy.all_reduce and bool(self.gradients.of(GradPlace.SUMMED))
 
     def hold(self, participates: bool = False, promote: bool = False) -> None:
-        """Take the gradients that this backward has brought, for ``release``.
+        """Take the gradients that this backward has brought, to be reduced.
 
         While accumulating they stay here, unsharded, to be reduced with later ones.
         participates: other ranks may have gradients where this one has none: those are zeros here.
@@ -98,7 +93,7 @@ class Reducer:
         have.
         """
         gradients = self.gradients
-        assert not self.holds, f"{self.name}: gradients are held already"
+        assert GradPlace.TAKEN not in gradients.at, f"{self.name}: gradients are held already"
         assert not gradients.flying, f"{self.name}: wait and finalize first"
         kept, summed = gradients.of(GradPlace.ACCUMULATING), gradients.of(GradPlace.SUMMED)
         takes_sums_along = self._takes_sums_along
@@ -106,8 +101,8 @@ class Reducer:
         if self.done and participates:
             _refuse_optimizer_inside(self.name, self.params)
         self.done = True
-        if not summed:  # what is added up must have been divided by the same number
-            self._predivisor = predivisor(self.policy.divisor(self._ranks))
+        if not summed:  # float16 that is added up must have been divided by the same number beforehand
+            self._began_by = self._divisor
         trained = []
         for param in self.params:
             # Also where it was frozen since earlier microbatches have left some, which count.
@@ -142,19 +137,10 @@ class Reducer:
             return [param.sharded.dtype for param in params]
         return [param.compute_dtype(precision) for param in params]
 
-    def release(self) -> Grads:
-        """What was taken, for the caller to reduce and ``send``; empty where this backward has brought
-        none."""
-        taken = self.gradients.at[GradPlace.TAKEN]
-        # An empty one is in no collective, so that nobody would send it.
-        if not taken:
-            del self.gradients.at[GradPlace.TAKEN]
-        return taken
-
     def inputs(self, grads: Grads) -> tuple[list[Segment], list[torch.dtype], list[list[int]]]:
         """What a reduce-scatter of ``grads`` takes; and which of them share a segment, for ``separated``."""
         dtypes = self._reduce_dtypes(list(grads))
-        segments, together = reduce_segments(grads, dtypes, self._predivisor)
+        segments, together = reduce_segments(grads, dtypes, self._began_by)
         if self.gatherer.sends.gradients:
             segments = [replace(segment, coded=True) for segment in segments]
         return segments, [dtypes[members[0]] for members in together], together
@@ -212,13 +198,8 @@ class Reducer:
         # It brings no sums any more. What it has read is held until compute has waited, too.
         self.gradients.fly(GradPlace.TAKEN, GradPlace.REDUCING, Followed(reduction, streams))
 
-    @property
-    def due(self) -> Grads:
-        """The sums over shards that are to be all-reduced over copies now."""
-        return self.gradients.at.get(GradPlace.DUE, {})
-
     def send_copies(self, all_reduce: Reduction) -> None:
-        """From here on what is ``due`` is in flight over the copies."""
+        """From here on what is DUE is in flight over the copies."""
         if num_dispatch_modes():
             from shardwright.transport.watched import Collective, notify_modes  # noqa: PLC0415 entered modes
 
@@ -233,15 +214,11 @@ class Reducer:
 
     @property
     def gradient_mask(self) -> int:
-        """Bits of the parameters that this rank has had a gradient of, since the last ``resolve``."""
+        """Bits of the parameters that this rank has had a gradient of (``GradientState.brought``)."""
         brought = self.gradients.brought
         if len(brought) == len(self.params):
             return (1 << len(self.params)) - 1
         return sum((param in brought) << place for place, param in enumerate(self.params))
-
-    def resolve(self, brought: int) -> None:
-        """Add or drop what was put aside; ``brought``: bits of the parameters that somebody used."""
-        self.gradients.resolve({param for place, param in enumerate(self.params) if brought >> place & 1})
 
     def ones(self) -> Grads:
         """Gradients of ones, of what is trained, to time the collectives alone: zeros aren't sent."""
@@ -256,14 +233,20 @@ class Reducer:
             self.gradients.accumulate(self._widened(self.gradients.take(self.params)))
             del self.gradients.at[GradPlace.TAKEN]
 
+    @property
+    def _divisor(self) -> float:
+        """What the sum over ranks is divided by."""
+        return 1.0 if self.policy.weighted else self.policy.divide_factor or self._ranks
+
     def _finish(self, sums: Grads) -> None:
-        divisor = self.policy.divisor(self._ranks)  # may be another than when the first of them was reduced
+        divisor = self._divisor  # may be another than when the first of them was reduced
         totals = list(sums.values())
         half = [total for total in totals if total.dtype is torch.float16]  # divided in part already
         others = [total for total in totals if total.dtype is not torch.float16] if half else totals
-        for parts, rest in ((half, divisor / self._predivisor), (others, divisor)):
-            if parts and rest != 1:
-                foreach_div_(parts, rest)
+        if half and (rest := divisor / predivisor(self._began_by)) != 1:
+            foreach_div_(half, rest)
+        if others and divisor != 1:
+            foreach_div_(others, divisor)
         if self.hook is not None:
             self._call(self.hook, totals)
         self.gradients.give(sums)
@@ -324,18 +307,18 @@ def predivisor(divisor: float) -> float:
 
 
 def reduce_segments(
-    grads: Grads, dtypes: Sequence[torch.dtype], divided: float
+    grads: Grads, dtypes: Sequence[torch.dtype], divisor: float
 ) -> tuple[list[Segment], list[list[int]]]:
     """The gradients as parts of a reduce-scatter in ``dtypes``; and by part, which of them it is of.
 
     They travel in their own dtypes where that loses nothing, so that the cast costs no copy on this side.
     Where the order of one has to be changed, all whose slices of the sharded dim have the same shape share
-    its part. divided: what float16 sums are divided by beforehand.
+    its part. divisor: what the sums are divided by; float16 by a part of it beforehand.
     """
     tensors = list(grads.values())
     # The sum over ranks would overflow before it was divided, so that a part of the divisor comes first.
     half = [index for index, dtype in enumerate(dtypes) if dtype is torch.float16]
-    if half and divided != 1:
+    if half and (divided := predivisor(divisor)) != 1:
         for index, part in zip(half, foreach_div([tensors[i] for i in half], divided), strict=True):
             tensors[index] = part
     wide = [torch.promote_types(t.dtype, dtype) != dtype for t, dtype in zip(tensors, dtypes, strict=True)]

@@ -28,6 +28,7 @@ tables: "WeakSet[GroupTable]" = WeakSet()
 class GroupTable:
     """``groups`` in the order in which they were sharded; a group's number is its place there.
 
+    requested: what was asked of each.
     root: the groups of the outermost module, which stay unsharded after a forward by default.
     chosen: whether it is up to date which groups move rows in use only.
     around: told of a phase outside of any other before it begins, and None when it has ended.
@@ -43,7 +44,7 @@ class GroupTable:
         }
         self.labels: tuple[Label, ...] = ()
         self.around: list[Callable[[Phase | None], None]] = []
-        self._requested: list[GroupSpec] = []
+        self.requested: dict[ParamGroup, GroupSpec] = {}
         self._index: dict[ParamGroup, int] = {}
         tables.add(self)
 
@@ -54,14 +55,14 @@ class GroupTable:
             (kind, group): Event(kind, index) for kind in EventKind if kind is not EventKind.STEP_END
         }
         self.groups.append(group)
-        self._requested.append(requested)
+        self.requested[group] = requested
         self.chosen = False
 
     def absorb(self, other: "GroupTable") -> None:
         """Number the groups of another table after those of this one."""
         shift = len(self.groups)
-        for group, requested in zip(other.groups, other._requested, strict=True):
-            self.add(group, requested.shifted(shift))
+        for group in other.groups:
+            self.add(group, other.requested[group].shifted(shift))
 
     def label(self) -> None:
         """Have records name the groups as they are called now."""
@@ -77,19 +78,15 @@ class GroupTable:
         """The group's place in ``groups``."""
         return self._index[group]
 
-    def requested(self, group: ParamGroup) -> GroupSpec:
-        """What was asked of ``group``."""
-        return self._requested[self._index[group]]
-
     def change(self, group: ParamGroup, **changes: Any) -> None:
         """Replace fields of what was asked of ``group``."""
-        index = self._index[group]
-        self._requested[index] = replace(self._requested[index], **changes)
+        self.requested[group] = replace(self.requested[group], **changes)
 
     def effective(self, index: int) -> GroupSpec:
         """What the scheduler knows of a group: what was asked of it, with what follows for rows in use; its
         bytes, and what it may share collectives with."""
-        group, spec = self.groups[index], self._requested[index]
+        group = self.groups[index]
+        spec = self.requested[group]
         if group.gatherer.rows is not None:  # of other rows than those of the next batch
             spec = replace(spec, reshard_after_forward=True, no_prefetch=True)
         return replace(
@@ -119,7 +116,7 @@ class GroupTable:
             if asks is None:  # what has changed of an embedding is less than the rows in use of it
                 asks = group.axis.comm.over_network and not sends.codes
             asks = asks and has_lookup(group.params)
-            stays = replace(self.requested(group), is_root=group in self.root).keeps(Phase.FORWARD)
+            stays = replace(self.requested[group], is_root=group in self.root).keeps(Phase.FORWARD)
             group.request(row_wise=policy if asks else None, stays=asks and stays, sends=sends)
             left -= nbytes if group.gatherer.sends.changes else 0
         self.chosen = True

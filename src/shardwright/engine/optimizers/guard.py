@@ -26,7 +26,8 @@ _LEFT_OUT = "_left_out_of_sharding"
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Torch calls it before each step of any optimizer."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    listeners.need(f"a step of {type(optimizer).__name__}", *State, params=params)
+    if listeners.needs:
+        listeners.need(f"a step of {type(optimizer).__name__}", *State, params=params)
     groups = _groups()
     if current_graph_task() == -1:  # else it steps from inside the backward
         if unsettled:
@@ -108,7 +109,7 @@ def _before_writes(groups: list[ParamGroup], written: list[Any]) -> None:
     owners = [group for group in concerned if any(id(param.sharded) in ids for param in group.params)]
     for group in owners:
         if group.stage is not Stage.SHARDED:
-            group.forget_versions(written=True)
+            group.face_versions.gathered = ()  # so that it is stale
     for streams in {split.offload_streams for g in owners if (split := g.params[0].split).on_host}:
         if streams is not None:
             streams.settle()

@@ -6,7 +6,8 @@ begin ── enter(unit, call) ──> B+ ── input_done, the last one ──
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.step.runtime import Runtime
@@ -17,20 +18,21 @@ from shardwright.schedule.schedule import EventKind, Phase
 from shardwright.torch_private import current_graph_task, queue_callback
 
 
+@dataclass(eq=False)
 class Call:
     """One forward of a module: whether it is a recomputation, and the input gradients still to come.
 
     reads_weights: whether its backward needs the unsharded parameters. A lookup's doesn't: it adds rows up.
     memory: the buffers of the groups whose parameters it has read, where autograd has saved their weights.
+    task: the backward that it was last entered in.
     """
 
-    def __init__(self, recomputed: bool) -> None:
-        self.recomputed = recomputed
-        self.reads_weights = True
-        self.memory: dict[ParamGroup, Buffer | None] = {}
-        self.num_inputs = 0
-        self.left = 0
-        self.task = -1  # the backward that it was last entered in
+    recomputed: bool
+    reads_weights: bool = True
+    memory: dict[ParamGroup, Buffer | None] = field(default_factory=dict)
+    num_inputs: int = 0
+    left: int = 0
+    task: int = -1
 
     def check_memory(self) -> None:
         """Raises: StageError where what autograd has saved lies in memory that was given up since."""
@@ -41,17 +43,6 @@ class Call:
                     "came to lie in other memory, since they were cast or quantised; do that before a "
                     "forward or after its backward"
                 )
-
-
-class _Ending:
-    """What autograd calls at the end of a backward. Only autograd holds it, until then or until an exception
-    ended the backward: so whether it lives tells whether that backward, or one around this, still runs."""
-
-    def __init__(self, backward: "Backward") -> None:
-        self._backward = backward
-
-    def __call__(self) -> None:
-        self._backward.end()
 
 
 class Backward:
@@ -68,7 +59,7 @@ class Backward:
         self.launched = 0
         self._active: dict[Unit, set[Call]] = {}
         self._arrived: dict[ParamGroup, int] = {}
-        self._ending: Callable[[], _Ending | None] = lambda: None
+        self._ending: Callable[[], Callable[[], None] | None] = lambda: None
 
     @property
     def runtime(self) -> Runtime:
@@ -82,9 +73,11 @@ class Backward:
         if self.runtime.running() is not Phase.BACKWARD:  # an exception may have ended the one before
             queue_callback(self._enter_phase())
 
-    def _enter_phase(self) -> _Ending:
-        # Held by nobody here: where an exception ends the backward autograd drops it, and tells nobody.
-        ending = _Ending(self)
+    def _enter_phase(self) -> Callable[[], None]:
+        """Returns what is to be called at the end."""
+        # Only autograd holds it, until then or until an exception ended the backward, of which it tells
+        # nobody: so whether it lives tells whether that backward, or one around this, still runs.
+        ending = partial(self.end)
         self._ending = weakref.ref(ending)
         self.number += 1
         self.runtime.begin(Phase.BACKWARD, self._lives)
@@ -129,7 +122,7 @@ class Backward:
         del self._active[unit]  # those that have ended are not looked through for each that ends
         for owner in unit.owners:
             group = owner.group
-            if group is None or self._is_active(owner):
+            if group is None or any(calls and owner in other.owners for other, calls in self._active.items()):
                 continue  # another call still adds to these gradients and reads these weights
             if group.has_grads:
                 self._arrived.pop(group, None)
@@ -191,9 +184,6 @@ class Backward:
         self.partial = False
         self._active.clear()
         self._arrived.clear()
-
-    def _is_active(self, owner: Unit) -> bool:
-        return any(calls and owner in unit.owners for unit, calls in self._active.items())
 
     def end(self) -> None:
         """Autograd has ended it: reduce what is left, and wait."""

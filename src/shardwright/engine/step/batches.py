@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from shardwright.engine.groups.gradient_state import Grads
+from shardwright.engine.groups.gradient_state import GradPlace, Grads
 from shardwright.engine.groups.group import ParamGroup, Stage
 from shardwright.engine.groups.reducer import Reducer, separated
 from shardwright.errors import StageError
@@ -41,7 +41,7 @@ def unshard(groups: Sequence[ParamGroup], smaller: bool, for_others: bool = Fals
             shared = gather if len(members) == 1 else SharedGather(gather, parts)
             waiting = [group for group in members if group in at_rest]
             for group in waiting:
-                group.receive(shared)
+                group.gather = shared
             # Only other ranks need it, and its memory is dropped at the end of this call.
             if not waiting:
                 shared.wait()
@@ -98,18 +98,19 @@ def _filled(params: Sequence[ShardedParam]) -> list[Segment]:
 
 
 def reduce(reducers: Sequence[Reducer]) -> None:
-    """Issue the reduce-scatters of what is held or was just brought, one for each transport; on accelerators
+    """Issue the reduce-scatters of what was taken, one for each transport; on accelerators
     also the all-reduces over copies, each behind its reduce-scatter. Nothing of theirs may be in flight."""
     grads = {}
     for reducer in reducers:
-        if not reducer.holds:
-            reducer.hold()
-        held = reducer.release()
-        if held:
-            grads[reducer] = held
+        taken = reducer.gradients.at[GradPlace.TAKEN]
+        if taken:
+            grads[reducer] = taken
+        else:  # in no collective, so that nobody would send it
+            del reducer.gradients.at[GradPlace.TAKEN]
     for reducer, reduction in _issued(grads):
         reducer.send(reduction)
-    followed = [(reducer, streams) for reducer in grads if (streams := reducer.follows_on) is not None]
+    copied = [reducer for reducer in grads if reducer.has_copies]
+    followed = [(reducer, streams) for reducer in copied if (streams := reducer.follows_on) is not None]
     for _, members in _by_comm(followed, lambda each: each[0].copies):
         # On the reduce stream of the copies' transport (rule 5 of streams.py), which alone waits for the
         # sums: neither the host nor compute does.
@@ -152,11 +153,11 @@ def _issued(grads: Mapping[Reducer, Grads]) -> list[tuple[Reducer, Reduction]]:
 
 def all_reduce(reducers: Sequence[Reducer]) -> None:
     """Issue the all-reduces over copies of what reduce-scatters have brought, one for each transport."""
-    due = [reducer for reducer in reducers if reducer.due]
+    due = {reducer: sums for reducer in reducers if (sums := reducer.gradients.at.get(GradPlace.DUE))}
     for comm, members in _by_comm(due, lambda reducer: reducer.copies):
-        values = [total for reducer in members for total in reducer.due.values()]
+        values = [total for reducer in members for total in due[reducer].values()]
         whole = comm.all_reduce(values, _key("all-reduce", members))
-        parts = shared(whole, [len(reducer.due) for reducer in members])
+        parts = shared(whole, [len(due[reducer]) for reducer in members])
         for reducer, part in zip(members, parts, strict=True):
             reducer.send_copies(part)
 

@@ -76,10 +76,6 @@ class Memory:
             # To ask an allocator takes 40 us, or with many free blocks milliseconds.
             self.sample_s = start + PAUSE * (clock.perf_counter() - start)
 
-    def touch(self, nbytes: int) -> None:
-        """Count ``nbytes`` more that were held for a moment."""
-        self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes + nbytes)
-
     def count(self, groups: Iterable[ParamGroup], freed_nbytes: int = 0) -> None:
         """Count what ``groups`` hold now, instead of what they held when they were counted before.
 
@@ -172,9 +168,8 @@ class Executor:
         for index in action.groups:
             group = self.table.groups[index]
             if group.stage is Stage.GATHERING:
-                held_nbytes = group.held_nbytes
-                self.memory.touch(group.wait() - held_nbytes)
-                self.memory.count([group])
+                most_nbytes = group.wait()
+                self.memory.count([group], freed_nbytes=most_nbytes - group.held_nbytes)
 
     def _reshard(self, action: Action) -> None:
         for index in action.groups:
@@ -193,7 +188,8 @@ class Executor:
 
     def _hold(self, action: Action) -> None:
         """Take gradients, where that isn't done: zeros where this rank has none and others may have some."""
-        missing = [index for index in action.groups if not self.table.groups[index].reducer.holds]
+        at = {index: self.table.groups[index].reducer.gradients.at for index in action.groups}
+        missing = [index for index in action.groups if GradPlace.TAKEN not in at[index]]
         self.land([self.table.groups[index] for index in missing])
         for index in missing:
             reducer = self.table.groups[index].reducer
@@ -218,7 +214,7 @@ class Executor:
         """Take the steps that are pending: each once, in the order in which their gradients came."""
         for index in action.groups:
             group = self.table.groups[index]
-            if self.table.requested(group).steps:
+            if self.table.requested[group].steps:
                 split = group.params[0].split
                 # Where gradients go to the host the step reads them there: they have to be complete first.
                 group.reducer.gradients.send()
@@ -234,7 +230,8 @@ class Executor:
         if action.grads is not None:
             mask = action.grads
             for group in self.table.groups:
-                group.reducer.resolve(mask)
+                used = {param for place, param in enumerate(group.params) if mask >> place & 1}
+                group.reducer.gradients.resolve(used)
                 mask >>= len(group.params)
         for group in self.table.groups:
             if GradPlace.ON_DEVICE in group.reducer.gradients.at:
@@ -253,18 +250,20 @@ class Executor:
         """Wait for the reductions of groups that are in flight, and give the shards their gradients."""
         for group in groups:
             group.reducer.land()
-        # Of all groups together, since those on one transport share an all-reduce.
-        batches.all_reduce([group.reducer for group in groups])
-        for group in groups:
-            group.reducer.finalize()
+        copied = [group.reducer for group in groups if group.reducer.has_copies]
+        if copied:
+            # Of all groups together, since those on one transport share an all-reduce.
+            batches.all_reduce(copied)
+            for reducer in copied:
+                reducer.finalize()
 
     # ---- what is so on this rank
 
     def local(self, phase: Phase) -> Local:
         """What the groups are, at the begin of a phase."""
         groups = self.table.groups
-        evaluates = phase is Phase.EVALUATION
-        kept = [i for i, g in enumerate(groups) if not evaluates and g.keeps_smaller]
+        resharded = () if phase is Phase.EVALUATION else enumerate(groups)
+        kept = [i for i, g in resharded if g.gatherer.smaller_world is not None and g.keeps_smaller]
         held = [index for index, group in enumerate(groups) if group.stage is not Stage.SHARDED]
         return Local(held=bits(held), smaller=bits(kept))
 
@@ -367,6 +366,7 @@ class Executor:
                     group.show_sharded()
 
     def forget_versions(self) -> None:
-        """From here on shards may be written in a way that leaves no mark."""
+        """From here on shards may be written in a way that leaves no mark (an edit of ``.data``)."""
         for group in self.table.groups:
-            group.forget_versions()
+            if group.stage is Stage.SHARDED:
+                group.face_versions.gathered = ()

@@ -22,14 +22,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.engine.groups.gatherer import is_lookup
+from shardwright.engine.groups.gatherer import is_lookup, looks_up
 from shardwright.engine.groups.group import Stage
 from shardwright.engine.listeners import listeners
 from shardwright.engine.optimizers.guard import after_step, before_step, warn_of_late
 from shardwright.engine.optimizers.registry import registry
 from shardwright.engine.step.backward import Call, backward_of
 from shardwright.engine.step.runtime import CallingFrame, Entry, Runtime
-from shardwright.engine.unit import Unit, unit_of
+from shardwright.engine.unit import Unit, shapes_in, unit_of
 from shardwright.errors import StageError, warn
 from shardwright.params.at_rest import name_remedy
 from shardwright.schedule.schedule import EventKind, Phase
@@ -124,6 +124,7 @@ class ModuleHooks:
         self.unit = unit
         self._calls: list[Call] = []
         self.ids: set[int] = set()
+        self._has_lookups = any(map(looks_up, unit.modules))
         for module in unit.modules:
             handles = (
                 # Before hooks of others, which may read the weights; and also after a forward that raised,
@@ -176,8 +177,10 @@ class ModuleHooks:
                         "a copy (.clone()) where a saved tensor is to be changed in place"
                     )
                 _root_left_out.enter(unit, module, (args, kwargs))
-                for tell in listeners.forward:
-                    tell(module, args, kwargs)
+                listeners.last = weakref.ref(module), shapes_in(args, kwargs)
+                if not runtime.pass_number & (runtime.pass_number + 1):
+                    for tell in listeners.forward:
+                        tell(module)
             if unit.group is None or unit.group.gatherer.rows is None:
                 self._enter(call, runtime, owners)
             else:
@@ -306,7 +309,7 @@ class ModuleHooks:
             _root_left_out.leave(module, output)
         if owners and torch.is_grad_enabled():
             hooked = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
-            call.reads_weights = not is_lookup(module, output)
+            call.reads_weights = not (self._has_lookups and is_lookup(module, output))
             call.memory = {
                 owner.group: owner.group.buffer
                 for owner in owners

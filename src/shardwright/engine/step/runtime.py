@@ -128,7 +128,7 @@ class Runtime:
 
     def requested(self, group: ParamGroup) -> GroupSpec:
         """What was asked of ``group``."""
-        return self.table.requested(group)
+        return self.table.requested[group]
 
     def effective(self, group: ParamGroup) -> GroupSpec:
         """What the scheduler knows of ``group``: what was asked of it, with what follows."""
@@ -203,7 +203,8 @@ class Runtime:
         """
         self.running()
         used = (State.PARAMS,) if phase is Phase.EVALUATION else (State.PARAMS, State.GRADS)
-        listeners.need(f"this {phase}", *used, groups=self.groups)
+        if listeners.needs:
+            listeners.need(f"this {phase}", *used, groups=self.groups)
         for tell in () if self._runs else tuple(self.table.around):
             tell(phase)
         if (start := clock.perf_counter()) > process_state.recorder.look_s:
