@@ -305,6 +305,9 @@ POLICIES = {
 }
 
 
+FORGET_AFTER = recorded_schedules.FORGET_AFTER
+
+
 @pytest.fixture(autouse=True)
 def two_backwards_without_it_forget_a_group(monkeypatch):
     monkeypatch.setattr(recorded_schedules, "FORGET_AFTER", 2)
@@ -366,6 +369,18 @@ def test_a_group_is_forgotten_after_so_many_backwards_without_it_also_where_none
         recorded.note_used(used)
         seen.append([event.group for event in recorded.planned(9, Phase.FORWARD).events])
     assert seen == [[0, 1], [0], [0], []]
+
+
+def test_a_group_that_is_used_each_hundredth_time_is_not_forgotten(monkeypatch):
+    monkeypatch.setattr(recorded_schedules, "FORGET_AFTER", FORGET_AFTER)
+    recorded = RecordedSchedules(SchedulePolicy(), (PLAIN,))
+    order = (Event(EventKind.FORWARD_BEGIN, 0),)
+    recorded.replace(Recorded((RecordedOrder(9, Phase.FORWARD, order),), recorded.specs))
+    for used in (*[0] * 99, 1, *[0] * 99):
+        recorded.note_used(used)
+        assert recorded.planned(9, Phase.FORWARD).events == order
+    recorded.note_used(0)
+    assert recorded.planned(9, Phase.FORWARD).events == ()
 
 
 def test_a_digest_has_63_bits_and_differs_where_schedules_do():
