@@ -213,7 +213,7 @@ def changes(monkeypatch, windows, step_s=1.0, of=lambda waited: [waited] * STEPS
             steps.append((number, step_s * number, [*waits, *other]))
         running = (len(steps) + 1, step_s * (len(steps) + 1), [])
         recorder = SimpleNamespace(number=running[0], steps=lambda kept=(*steps, running): kept)
-        monkeypatch.setattr(own_waits, "recorder", recorder)
+        monkeypatch.setattr(own_waits.process_state, "recorder", recorder)
         change = own.change()
         found.append(" ".join(name for name, is_so in change._asdict().items() if is_so) or "-")
         assert own.change() is None
@@ -251,7 +251,7 @@ def test_a_rank_waits_much_in_steps_of_which_it_waits_in_half(monkeypatch):
 @pytest.mark.parametrize(("kept", "looks"), [(1, False), (2, True)])
 def test_one_step_that_is_remembered_is_no_reason_to_look(monkeypatch, kept, looks):
     steps = [(number, float(number), []) for number in (21, 22)][-kept:]
-    monkeypatch.setattr(own_waits, "recorder", SimpleNamespace(number=22, steps=lambda: steps))
+    monkeypatch.setattr(own_waits.process_state, "recorder", SimpleNamespace(number=22, steps=lambda: steps))
     assert (OwnWaits().change() is not None) is looks
 
 

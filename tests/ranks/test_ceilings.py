@@ -42,7 +42,7 @@ CEILINGS = {
     "code lines of a step": Ceiling(2_095, 1_800, _PLANNED),
     "code lines of the core": Ceiling(11_640, 9_700, _PLANNED),
     "code lines of src": Ceiling(38_135, 33_200, _PLANNED),
-    "code lines of tests": Ceiling(41_140, 41_500),
+    "code lines of tests": Ceiling(41_150, 41_500),
     "words of README and docs": Ceiling(59_990, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
 }

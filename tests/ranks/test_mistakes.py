@@ -415,7 +415,7 @@ def test_a_warning_points_at_the_line_of_the_script_that_it_is_about():
         "engine/optimizers/guard.py warn_of_roundings": "muon.step()",
         "engine/step/hooks.py enter": "layers[1](layers[0](tensor))",
         "engine/building/build.py _warn_of_references": "fully_shard(kept)",
-        "engine/step/hooks.py _warn_of_late": "late(tensor)",
+        "engine/optimizers/guard.py warn_of_late": "late(tensor)",
         "engine/step/same_model.py compare_buffers": "moments(tensor)",
         "transport/mesh.py set_transport": 'set_transport("sockets")',
         "clients/strategies.py _groups_for": '_groups_for("auto", nn.Linear(4, 4))',

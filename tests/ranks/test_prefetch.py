@@ -73,7 +73,7 @@ def delayed(rank, world, place, transport):
         return call
 
     if place == "reduce":
-        Reducer.release = late(Reducer.release)
+        Reducer.inputs = late(Reducer.inputs)
     elif place == "reshard":
         ParamGroup.reshard = late(ParamGroup.reshard)
     else:
