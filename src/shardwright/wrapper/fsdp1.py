@@ -314,7 +314,8 @@ class FullyShardedDataParallel(StatefulWrapper):
     @property
     def compute_device(self) -> torch.device:
         """The device that parameters are unsharded on."""
-        groups = self._unit.groups  # none where nested calls have taken all parameters
+        groups = [owner.group for owner in self._unit.owners if owner.group is not None]
+        # None where nested calls have taken all parameters.
         return groups[0].axis.device if groups else torch.device(self._mesh.device_type)
 
     # ---- gradients

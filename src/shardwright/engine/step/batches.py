@@ -38,13 +38,13 @@ def unshard(groups: Sequence[ParamGroup], smaller: bool, for_others: bool = Fals
         for comm, members in _by_comm(segments, lambda group: group.gatherer.comm):
             parts = [part for group in members for part in segments[group]]
             gather = comm.all_gather(parts, _key("all-gather", members))
-            shared = gather if len(members) == 1 else SharedGather(gather, parts)
+            flight = gather if len(members) == 1 else SharedGather(gather, parts)
             waiting = [group for group in members if group in at_rest]
             for group in waiting:
-                group.gather = shared
+                group.gather = flight
             # Only other ranks need it, and its memory is dropped at the end of this call.
             if not waiting:
-                shared.wait()
+                flight.wait()
     except Exception:
         for group in at_rest:
             group.give_up()
