@@ -101,6 +101,10 @@ class Reach:
         silent = dict.fromkeys(self._peers.places.keys() - answers.keys(), seconds)
         return Findings(self.world, answers, notes, silent=silent, took_s=seconds, hosts=self.hosts())
 
+    def answered(self, rank: int) -> int:
+        """The last call that a rank has answered, in time or not; 0: none."""
+        return self._peers.answered.get(rank, 0) if self.is_silent else self.exchange.answered(rank)
+
     def tell(self, shared: SharedDiagnosis) -> None:
         """Send all ranks a diagnosis, without the store."""
         self._peers.tell(json.dumps([shared.fault, shared.ranks, shared.text]))
@@ -120,13 +124,15 @@ class Reach:
 
 class Datagrams:
     """The other ranks' places, as they are known (``places``), and a socket of this one (``place``; "" where
-    it has none). own: what this rank says of itself. told: a diagnosis that another one has sent."""
+    it has none). own: what this rank says of itself. told: a diagnosis that another one has sent.
+    answered: the last call that each has answered."""
 
     def __init__(self, rank: int, token: str, own: Callable[[], Answer]) -> None:
         self.places: dict[int, str] = {}
         self.told = ""
         self._rank, self._token, self._own = rank, token, own
         self._number = 0
+        self.answered: dict[int, int] = {}
         self._answers: dict[int, Answer] = {}
         self._socket, self.place = _bound()
 
@@ -165,8 +171,10 @@ class Datagrams:
             if kind == "ask":
                 answer = self._own()
                 self._send([rank], "answer", number, asdict(answer))
-            elif kind == "answer" and number == self._number:
-                self._answers[rank] = answer_of(fields)
+            elif kind == "answer":
+                self.answered[rank] = number
+                if number == self._number:
+                    self._answers[rank] = answer_of(fields)
             elif kind == "diagnosis":
                 self.told = self.told or str(number)
 

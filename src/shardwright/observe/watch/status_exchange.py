@@ -115,14 +115,15 @@ class StatusExchange:
             clock.sleep(_POLL_S)
             if self.latest() < call:  # two callers wrote it in the wrong order
                 self._store.set("latest", str(call))
-        return [self._said(rank)[1] for rank in range(self.world) if self._has_answered(rank, call)]
+        return [self._said(rank)[1] for rank in range(self.world) if self.answered(rank) >= call]
 
     def _said(self, rank: int) -> tuple[int, Answer]:
         call, answer = said(self._store.get(f"answer/{rank}"))
         return call, answer_of(answer)
 
-    def _has_answered(self, rank: int, call: int) -> bool:
-        return self._store.check([f"answer/{rank}"]) and self._said(rank)[0] >= call
+    def answered(self, rank: int) -> int:
+        """The last call that a rank has answered, in time or not; 0: none."""
+        return self._said(rank)[0] if self._store.check([f"answer/{rank}"]) else 0
 
     def _has_left(self, rank: int) -> bool:
         return any(note.rank == rank for note in self.notes())
@@ -232,7 +233,7 @@ class StatusExchange:
         For the process that holds the store, which nobody can ask any more once it has ended.
         """
         call = self.request()
-        self._await(wait_s, lambda rank: self._has_answered(rank, call) or self._has_left(rank))
+        self._await(wait_s, lambda rank: self.answered(rank) >= call or self._has_left(rank))
 
     def notes(self) -> list[Note]:
         """All notes, in the order in which they were left."""

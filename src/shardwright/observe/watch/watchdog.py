@@ -118,12 +118,12 @@ def _longest_s(found: Findings) -> float:
 @dataclass
 class _Known:
     """What the watch knows of the job: the last call it answered, what was left behind, since when a rank is
-    silent, what the store last said ("": it is there), how many lines rank 0 has written, and when this
-    process last looked, or came back from a time without looks."""
+    silent, with the last call that it has answered, what the store last said ("": it is there), how many
+    lines rank 0 has written, and when this process last looked, or came back from a time without looks."""
 
     answered: int = 0
     notes: list[Note] = field(default_factory=list)
-    silent_since: dict[int, float] = field(default_factory=dict)
+    silent_since: dict[tuple[int, int], float] = field(default_factory=dict)
     store_error: str = ""
     lines: int = 0
     looked_s: float = field(default_factory=clock.monotonic)
@@ -277,8 +277,10 @@ class Watch:
     def _heard(self, found: Findings) -> Findings:
         """Beside what was asked: since when ranks are silent, which connections are closed, who is where."""
         now = clock.monotonic()
-        self._known.silent_since = {rank: self._known.silent_since.get(rank, now) for rank in found.silent}
-        silent = {rank: now - since_s for rank, since_s in self._known.silent_since.items()}
+        # Who has answered another call since, though too late for it, is slow, and not silent.
+        silent_since = [(rank, self.reach.answered(rank)) for rank in found.silent]
+        self._known.silent_since = {each: self._known.silent_since.get(each, now) for each in silent_since}
+        silent = {rank: now - since_s for (rank, _), since_s in self._known.silent_since.items()}
         missing = {*range(found.world)} - {*found.answers}
         gone = found.ended | {rank for rank in missing if self._is_cut_off(rank)}
         self._known.notes = list(found.notes)
