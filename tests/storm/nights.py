@@ -84,7 +84,8 @@ class Plan:
     """What a seed draws: the model, its schedule, the steps of each rank, the network, and what goes wrong.
 
     worlds: of each attempt the hosts of its ranks. uniform: how often ranks run the same. every: steps
-    between saves. keeps_store: all attempts have one store. network: see ``Network``. faults: one of each attempt.
+    between saves. keeps_store: all attempts have one store. network: see ``Network``. faults: one of each
+    attempt.
     """
 
     seed: int
@@ -195,7 +196,7 @@ class Night:
         return self.truth[step][0]
 
     def _stepped(self, attempt: int, step: int, weights: Any, momenta: Any) -> tuple[Any, Any]:
-        world = len(self.plan.worlds[attempt])
+        world, momentum = len(self.plan.worlds[attempt]), self.plan.momentum
         sums: list[Any] = [None] * len(weights)
         for rank in range(world):
             for micro in range(self.plan.microbatches):
@@ -210,7 +211,8 @@ class Night:
                 moved.append(before)
                 continue
             mean = [value / world for value in total]
-            if self.plan.momentum:
+            if momentum and before is not None:
+                mean = [momentum * a + b for a, b in zip(before, mean, strict=True)]
             after.append([a - b for a, b in zip(weight, mean, strict=True)])
             moved.append(mean if momentum else None)
         return after, moved
