@@ -25,7 +25,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
     "checkpoint/save.py": ("plain", "half"),
     "engine/optimizers/away.py": ("plain", "another dim", "offloaded optimizer", "state alone on the host"),
     "engine/step/backward.py": ("plain",),
-    "engine/step/batches.py": ("plain", "different layers by rank, in a smaller world"),
+    "engine/step/batches.py": ("plain", "hybrid, half", "different layers by rank, in a smaller world"),
     "engine/step/executor.py": (
         "plain",
         "hybrid",
@@ -55,7 +55,13 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
         "offloaded in a smaller world",
         "different layers by rank, offloaded",
     ),
-    "engine/groups/reducer.py": ("plain", "hybrid", "offloaded", "steps in the backward, offloaded"),
+    "engine/groups/reducer.py": (
+        "plain",
+        "hybrid",
+        "offloaded",
+        "another dim",
+        "steps in the backward, offloaded",
+    ),
     "engine/step/runtime.py": ("plain", "half", "hybrid"),
     "module.py": ("plain", "half"),
     "params/binding.py": (

@@ -234,13 +234,16 @@ FILLED = "engine/groups/group.py ParamGroup.fill: streams.filled([segment.flat f
 BEGIN_FORGETS = "engine/step/runtime.py Runtime.abandon: self.backward.forget()"
 END_FORGETS = "engine/step/backward.py Backward.end: self.forget()"
 """What a backward has counted: of one that failed, or of calls whose inputs ask for no gradient."""
-OWN_TESTS = {FILLED, BEGIN_FORGETS, END_FORGETS}
+RESET_FORGETS = "engine/step/hooks.py reset_step: group.reducer.gradients.forget()"
+"""What earlier microbatches have left: tests/ranks/test_surface_setters.py shows it."""
+OWN_TESTS = {FILLED, RESET_FORGETS, END_FORGETS}
 _ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at once, and its streams wait"
 _SAVES = "ranks come to a save by words in a store, which a test of its own shows"
 NOT_REACHED = {
     "checkpoint/save.py save: asked.group.arrive(f'save(step={step})')": _SAVES,
     "checkpoint/save.py async_save: asked.group.arrive(f'async_save(step={step})')": _SAVES,
     "clients/strategies.py on_rank_0: group.arrive(what)": _SAVES,
+    "lora.py save_adapter: ranks().arrive('save_adapter')": _SAVES,
     "module.py _save_pretrained: ranks().arrive(f'{own.__name__}.save_pretrained')": _SAVES,
     "module.py GradientReductionHandle.wait: backward.settle(self._number)": (
         "no schedule here is finalized by hand; tests/ranks/test_torch_versions.py shows the wait"
@@ -385,7 +388,7 @@ def test_ranks_come_to_a_save_without_a_tensor():
 @pytest.fixture(scope="module")
 def seen():
     sites, schedules = mutants.sites(), [(kind, seed) for seed in range(4) for kind in ALL]
-    schedules += [*(("rows in use", seed) for seed in range(4, 9)), ("offloaded", 5)]
+    schedules += [*(("rows in use", seed) for seed in range(4, 9)), ("offloaded", 5), ("another dim", 4)]
     wanted = wanted_of(schedules)
     one, other = in_two_processes(reaching, schedules, sites, wanted)
     reached = one | other

@@ -119,7 +119,8 @@ def _longest_s(found: Findings) -> float:
 class _Known:
     """What the watch knows of the job: the last call it answered, what was left behind, since when a rank is
     silent, with the last call that it has answered, what the store last said ("": it is there), how many
-    lines rank 0 has written, and when this process last looked, or came back from a time without looks."""
+    lines rank 0 has written, and when this process last looked, or came back from a time without looks; since
+    then it ``listens``."""
 
     answered: int = 0
     notes: list[Note] = field(default_factory=list)
@@ -127,6 +128,7 @@ class _Known:
     store_error: str = ""
     lines: int = 0
     looked_s: float = field(default_factory=clock.monotonic)
+    listens_s: float = field(default_factory=clock.monotonic)
     back_s: float = -_BACK_S
     away_s: float = 0.0
 
@@ -237,9 +239,12 @@ class Watch:
 
     def _note_absence(self) -> None:
         known, now = self._known, clock.monotonic()
-        if now - known.looked_s > max(self.policy.lost_s, _AWAY_S):
-            known.back_s, known.away_s = now, now - known.looked_s
-        known.looked_s = now
+        away_s, known.looked_s = now - known.looked_s, now
+        if away_s > max(self.policy.lost_s / 2, _AWAY_S):  # nobody could be heard meanwhile: nobody was silent
+            known.listens_s = now
+            known.silent_since.clear()
+        if away_s > max(self.policy.lost_s, _AWAY_S):
+            known.back_s, known.away_s = now, away_s
 
     def _look_without_store(self) -> None:
         """The store is silent: its host is dark, or its process stopped, or this host is cut off."""
@@ -248,8 +253,8 @@ class Watch:
             self._deliver(told)
         elif self._backoff.is_due(self._status.stands_in):
             found = self.reach.ask(self.policy.answer_s, self._known.notes)
-            silent_s, limit_s = self.reach.silent_s, self.policy.lost_s
-            if len(found.hosts) == self.reach.world or silent_s < limit_s:
+            limit_s, listened_s = self.policy.lost_s, clock.monotonic() - self._known.listens_s
+            if len(found.hosts) == self.reach.world or min(self.reach.silent_s, listened_s) < limit_s:
                 self._judge(self._heard(found))
                 return
             text = (
