@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from shardwright import FSDPModule, MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from shardwright.engine.step.consensus import Consensus
 from shardwright.engine.unit import unit_of
 from shardwright.errors import Diverged, InputError, StageError
@@ -318,6 +318,31 @@ def test_ranks_may_evaluate_different_numbers_of_batches(rank, world):
     torch.testing.assert_close(total.double(), expected.detach(), atol=1e-5, rtol=1e-5)
     log.assert_same_on_all_ranks()
     loss_of(model, Step((ALL,)), rank, 1).backward()
+
+
+def unsharded_by_hand(model):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@on_ranks(2)
+def test_a_forward_goes_on_after_a_backward_inside_of_it(rank, by_hand):
+    model = by_fully_shard()
+    if by_hand:
+        unsharded_by_hand(model)
+    part = model.parts["b"]
+    handle = part.register_forward_pre_hook(lambda *_: model.parts["a"](inputs(rank, 1)).sum().backward())
+    loss_of(model, Step((("b", "a"),)), rank, 0).backward()
+    handle.remove()
+    reference = built()
+    for r in range(2):
+        (reference.parts["a"](inputs(r, 1)).sum() / 2).backward()
+        (loss_of(reference, Step((("b", "a"),)), r, 0) / 2).backward()
+    for param, other in zip(model.parts["a"].parameters(), reference.parts["a"].parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(full(param.grad), other.grad)
 
 
 def diverges(rank, world, how):

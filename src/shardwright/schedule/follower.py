@@ -112,7 +112,8 @@ class Follower(Following):
             entry = hash(self._forwards)  # what a backward runs depends on what has run before it
         self.groups.set(held=local.held, live=self.groups.states.live if inner else local.held)
         if held:
-            self.cursors += (Cursor(phase, entry, mode),)
+            # It gathers nothing: what it has found unsharded stays so, whatever runs inside of it.
+            self.cursors += (Cursor(phase, entry, mode, busy=local.held),)
         elif inner:
             asks = mode is Mode.AGREED
             # No schedule has a phase inside of another: the rest of the outer one is launched, and from then

@@ -354,9 +354,9 @@ class Executor:
             for index, group in enumerate(self.table.groups):
                 if group.reducer.gradients.at:
                     group.reducer.gradients.outlive()
-                if (
-                    index not in self.asked
-                ):  # kept by set_reshard_after_backward(False); shards have gradients
+                # Kept by set_reshard_after_backward(False): shards have gradients. Inside of a forward its
+                # modules go on running.
+                if not nested and index not in self.asked:
                     group.show_sharded()
         elif phase is Phase.EVALUATION and not nested:
             # What has stayed unsharded shows its shards: who clips, averages or edits by

@@ -240,7 +240,9 @@ class Watch:
     def _note_absence(self) -> None:
         known, now = self._known, clock.monotonic()
         away_s, known.looked_s = now - known.looked_s, now
-        if away_s > max(self.policy.lost_s / 2, _AWAY_S):  # nobody could be heard meanwhile: nobody was silent
+        if away_s > max(
+            self.policy.lost_s / 2, _AWAY_S
+        ):  # nobody could be heard meanwhile: nobody was silent
             known.listens_s = now
             known.silent_since.clear()
         if away_s > max(self.policy.lost_s, _AWAY_S):
