@@ -326,6 +326,17 @@ def unsharded_by_hand(model):
             module.unshard()
 
 
+@on_ranks(2)
+def test_ranks_that_have_evaluated_differently_agree_on_the_backward_of_what_was_unsharded_by_hand(rank):
+    model = by_fully_shard()
+    with torch.no_grad():
+        for number in range(rank):
+            model(inputs(rank, number), ALL)
+    model.join_evaluations()
+    unsharded_by_hand(model)
+    loss_of(model, Step((ALL,)), rank, 1).backward()
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 @on_ranks(2)
 def test_a_forward_goes_on_after_a_backward_inside_of_it(rank, by_hand):

@@ -222,10 +222,10 @@ class Runtime:
             if phase is not Phase.BACKWARD:
                 needed = self.executor.asked and {self.table.number(group) for group in entry.groups()}
                 held = bool(needed) and needed <= self.executor.asked and follower.mode is Mode.AGREED
-                if not held:
-                    # Not Python's hash of a string, which differs from process to process (PYTHONHASHSEED).
-                    self._entry = zlib.crc32(entry.name.encode())
-                    self._consensus.names[self._entry] = entry.name
+                # Also where nobody is asked: its backward has one entry on all ranks, whatever each evaluated
+                # before. Not Python's hash, which differs from process to process (PYTHONHASHSEED).
+                self._entry = zlib.crc32(entry.name.encode())
+                self._consensus.names[self._entry] = entry.name
             if not held and follower.mode is Mode.AGREED:
                 self.executor.asked.clear()
                 self._consensus.settles = self.step.is_last_backward
