@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-ci test-all test-torch check bench setup-dist dist release setup-xla test-xla setup-hf test-hf finetune test-bnb clients clients-short setup-extras test-track test-storage prove-gpu pictures docs
+.PHONY: setup train test test-ci test-all storm test-torch check bench setup-dist dist release setup-xla test-xla setup-hf test-hf finetune test-bnb clients clients-short setup-extras test-track test-storage prove-gpu pictures docs
 
 setup: .venv/.installed
 
@@ -45,6 +45,13 @@ test-ci: setup
 # Every case of every matrix.
 test-all: setup
 	$(call PYTEST,$(BIN))
+
+# Random faults of simulated ranks: a minute of seeds that nobody has seen, or the history of one of them.
+DEPTH ?= steps
+SEED ?=
+
+storm: setup
+	$(BIN)/python -m tests.storm $(DEPTH) $(if $(SEED),--seed $(SEED))
 
 # `make test` on another torch, in an environment of its own; docs/versions.md says what came of it.
 # Exactly 2.13.0 is a build without CUDA where the index has one; others bring 5 GB.

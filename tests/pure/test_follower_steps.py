@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
@@ -18,7 +20,7 @@ from shardwright.schedule import recorded as recorded_schedules
 from shardwright.schedule.check import check
 from shardwright.schedule.follower import DONE, Follower
 from shardwright.schedule.following import Mode
-from shardwright.schedule.recorded import RecordedSchedules, bits
+from shardwright.schedule.recorded import RecordedSchedules, bits, supersequence
 from shardwright.schedule.schedule import ActionKind, Event, EventKind, GroupSpec, Phase, Schedule
 from shardwright.schedule.sync import (
     AllReduceMin,
@@ -419,6 +421,38 @@ def test_followers_that_would_go_on_differently_have_different_snapshots():
 
 def test_that_nothing_more_is_needed_is_the_largest_word_that_ranks_exchange():
     assert torch.iinfo(torch.int64).max == DONE
+
+
+ITEMS = st.lists(st.integers(0, 4), max_size=9)
+
+
+def contains(whole, part):
+    left = iter(whole)
+    return all(item in left for item in part)
+
+
+@given(ITEMS, ITEMS)
+def test_a_supersequence_has_both_and_is_the_shortest(first, second):
+    merged = supersequence(first, second)
+    assert contains(merged, first)
+    assert contains(merged, second)
+    lengths = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, x in enumerate(first):
+        for j, y in enumerate(second):
+            both = lengths[i][j] + 1
+            lengths[i + 1][j + 1] = both if x == y else max(lengths[i][j + 1], lengths[i + 1][j])
+    assert len(merged) == len(first) + len(second) - lengths[-1][-1]
+
+
+def test_orders_too_different_to_compare_are_put_end_to_end():
+    first, second = list(range(2001)), list(range(3000, 5001))
+    assert supersequence([-1, *first, -2], [-1, *second, -2]) == (-1, *first, *second, -2)
+
+
+def test_orders_of_as_many_pairs_as_may_be_are_compared(monkeypatch):
+    monkeypatch.setattr(recorded_schedules, "_MAX_CELLS", 12)
+    assert supersequence([1, 2, 3], [4, 2, 5, 6]) == (1, 4, 2, 3, 5, 6)
+    assert supersequence([1, 2, 3], [4, 2, 5, 6, 7]) == (1, 2, 3, 4, 2, 5, 6, 7)
 
 
 if __name__ == "__main__":

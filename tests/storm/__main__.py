@@ -1,0 +1,82 @@
+"""Nights of random faults, each of one seed.
+
+python -m tests.storm steps --seed 17      that night, with its history
+python -m tests.storm steps --seconds 60   fresh seeds; prints those whose night breaks a promise
+python -m tests.storm steps --count 100    so many of them
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from random import SystemRandom
+from typing import NamedTuple
+
+from shardwright import clock
+from tests.storm import weather
+
+
+class Depth(NamedTuple):
+    """How much of a job is real. what: in words. run: the night of a seed, with its history where that is
+    wanted; returns how many steps were trained, and raises where a promise is broken."""
+
+    what: str
+    run: Callable[[int, list[str] | None], int]
+
+
+def _steps(seed: int, history: list[str] | None) -> int:
+    return max(rank.num_settled for rank in weather.night(seed, history).ranks)
+
+
+DEPTHS = {"steps": Depth("followers, schedules and consensus, on simulated groups and transports", _steps)}
+
+
+def fresh(depth: Depth, until: Callable[[int], bool]) -> Iterator[tuple[int, int, Exception | None]]:
+    """Seeds that nobody has seen, until so many are enough: the seed, its steps, what was broken."""
+    num = 0
+    while not until(num):
+        num, seed = num + 1, SystemRandom().getrandbits(32)
+        try:
+            yield seed, depth.run(seed, None), None
+        except Exception as error:  # of any kind: the others are still to be seen
+            yield seed, 0, error
+
+
+def main() -> int:
+    """The command (see above)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("depth", choices=DEPTHS)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--count", type=int)
+    options = parser.parse_args()
+    depth, start = DEPTHS[options.depth], clock.monotonic()
+    if options.seed is not None:
+        return _replay(depth, options.seed)
+
+    def until(num: int) -> bool:
+        return clock.monotonic() - start > options.seconds if options.count is None else num >= options.count
+
+    nights = steps = failed = 0
+    for seed, taken, error in fresh(depth, until):
+        nights, steps = nights + 1, steps + taken
+        if error is not None:
+            failed += 1
+            print(f"--seed {seed}: {type(error).__name__}: {error}", flush=True)
+    seconds = clock.monotonic() - start
+    print(f"{nights} nights, {steps} steps, {steps / seconds:.0f} a second; {failed} nights have failed")
+    return min(failed, 1)
+
+
+def _replay(depth: Depth, seed: int) -> int:
+    history: list[str] = []
+    try:
+        depth.run(seed, history)
+    finally:
+        print("\n".join(history), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
