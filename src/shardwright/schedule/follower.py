@@ -271,6 +271,11 @@ class Follower(Following):
     def _synchronized(self, point: SyncPoint, entry: int, result: ConsensusResult) -> None:
         points = result.points
         others = SyncPoint.BACKWARD | SyncPoint.BACKWARD_END | SyncPoint.FORWARD_END
+        # Kept since an evaluation. A rank that hasn't may have a new shard; once all have joined, it would be
+        # the only one to launch an all-gather that the caller asks for on all ranks.
+        if not points & (others | SyncPoint.DEVIATES):
+            for group in numbers(self.groups.states.held & result.missing):
+                self.groups.reshard(group, smaller=False)
         # This rank needs nothing more: it says so until none does, hears the orders of those that left their
         # schedule, and comes to this point again (the last entry is the first to be done).
         if SyncPoint.DEVIATES in points:
@@ -290,21 +295,12 @@ class Follower(Following):
             # By the masks of all ranks: so all of them forget a group in the same backward.
             self.recorded.note_used(self.groups.states.used_by_some)
             self._settle(result.grad_mask)
-        elif point is SyncPoint.JOIN_EVALUATIONS:
-            self._level(result.missing)  # else the caller's next ``unshard`` would be launched on some ranks
 
     def _start(self, phase: Phase, entry: int, result: ConsensusResult) -> None:
         every = (1 << len(self.recorded.specs)) - 1
         live = every & ~result.missing
         self.groups.set(live=live, smaller=every & ~result.not_smaller, used_by_some=result.used)
-        if phase is not Phase.BACKWARD:
-            self._level(result.missing)
         self._enter(phase, entry)
-
-    def _level(self, missing: int) -> None:
-        """Reshard what was kept since an evaluation; a rank that hasn't may have a new shard."""
-        for group in numbers(self.groups.states.held & missing):
-            self.groups.reshard(group, smaller=False)
 
     # ---- asking
 
