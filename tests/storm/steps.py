@@ -103,16 +103,10 @@ class Group:
         self.smaller_world = spec.smaller_world or None
         self.stage = Stage.SHARDED
         self.gather = 0
-        self.flight: int | None = None
         self.is_laid_out = self.keeps_smaller = self.is_stale = self.runs = self.is_due = self.brought = False
         self.trainable, self.reduce = 1, True
-        self.grad: int | None = None
-        self.kept: int | None = None
-        self.taken: int | None = None
-        self.total: int | None = None
-        self.made: int | None = None
-        self.given: int | None = None
-        self.result: int | None = None
+        self.flight = self.grad = self.kept = self.taken = self.total = None
+        self.made = self.given = self.result = None
 
     def __copy__(self) -> "Group":
         copied = object.__new__(Group)
@@ -131,10 +125,6 @@ class Group:
     def of(self, _: object) -> bool:
         """Whether gradients of earlier microbatches are kept."""
         return self.kept is not None
-
-    def state(self) -> tuple[Any, ...]:
-        """All that it is, in values."""
-        return tuple(self.__dict__.values())
 
     def hold(self, participates: bool) -> None:
         """As ``Reducer.hold``."""
@@ -171,24 +161,14 @@ class Rank:
         self.consensus = Consensus(self, self if self.agrees else None)  # type: ignore[arg-type]
         self.follower = Follower(plan.policy, self.specs(), plan.mode)
         self.promote = 0
-        self.actions: tuple[Action, ...] = ()
-        self.sync: Sync | None = None
-        self.answers: tuple[list[int], ...] = ()
+        self.actions = self.answers = self.phases = self.marks = ()  # marks: how often it had asked
         self.todo: tuple[tuple[Any, ...], ...] = ()  # before the rest of the program
         self.num_done = self.place = self.heard = self.entry = 0
         self.num_launched = self.num_said = self.num_asked = self.num_settled = 0
-        self.round: int | None = None
-        self.awaits: int | None = None
-        self.raises_at: int | None = None
-        self.began: Event | None = None
-        self.enters = False
-        self.phases: tuple[tuple[Phase, int, int, Names | None], ...] = ()
+        self.sync = self.round = self.awaits = self.raises_at = self.began = self.error = None
         self.asked: frozenset[int] = frozenset()
-        self.is_last = True
-        self.marks: tuple[int, ...] = ()  # how often it had asked
         self.words: tuple[list[int], Combine] = ([], "or")
-        self.error: Exception | None = None
-        self.failed = False
+        self.is_last, self.enters, self.failed = True, False, False
         self.has_ended = False  # by an error, or killed
 
     def __copy__(self) -> "Rank":
@@ -203,19 +183,11 @@ class Rank:
 
     def state(self) -> tuple[Any, ...]:
         """All that its next steps depend on, hashable."""
-        own = (
-            self.place,
-            self.actions[self.num_done :],
-            self.sync,
-            self.todo,
-            self.round,
-            self.awaits,
-            self.began,
-        )
+        own = (self.place, self.actions[self.num_done :], self.sync, self.todo)
+        waits = (self.round, self.awaits, self.began, tuple(map(tuple, self.answers)))
         counts = (self.num_launched, self.num_said, self.num_settled, self.has_ended)
-        answers = tuple(map(tuple, self.answers))
-        groups = tuple(group.state() for group in self.groups)
-        return (*own, *counts, answers, groups, self.asked, self.is_last, self.follower.snapshot())
+        groups = tuple(tuple(group.__dict__.values()) for group in self.groups)
+        return (*own, *waits, *counts, groups, self.asked, self.is_last, self.follower.snapshot())
 
     @property
     def is_over(self) -> bool:
@@ -351,7 +323,10 @@ class Rank:
                 if any(each.stage is Stage.GATHERING and not night.is_done(each.gather) for each in groups):
                     return False
                 for group in groups:
-                    self._wait(group) if action.kind is ActionKind.WAIT else self._reshard(group, action)
+                    if action.kind is ActionKind.RESHARD:
+                        self._reshard(group, action)
+                    elif group.stage is Stage.GATHERING:
+                        group.stage = Stage.UNSHARDED
             case ActionKind.HOLD:
                 self._hold(groups)
             case ActionKind.REDUCE:
@@ -388,10 +363,6 @@ class Rank:
             group.stage, group.gather, group.is_stale = Stage.GATHERING, number, False
         if not own:
             self.awaits = number
-
-    def _wait(self, group: Group) -> None:
-        if group.stage is Stage.GATHERING:
-            group.stage = Stage.UNSHARDED
 
     def _reshard(self, group: Group, action: Action) -> None:
         self.asked -= {group.number}
@@ -569,6 +540,7 @@ class Rank:
     def fail(self, night: "Night", within: bool) -> None:
         """The program raises, clears its gradients, and goes on with its next step. within: in an action."""
         night.tell(self, "fails", "within an action" if within else "")
+        runs = within or self.phases
         if within or any(phase is Phase.BACKWARD for phase, *_ in self.phases):
             self.follower.abandon()
         for _ in self.follower.cursors:
@@ -579,7 +551,7 @@ class Rank:
         self.enters = False
         for group in self.groups:
             group.runs = False
-            if group.stage is Stage.UNSHARDED:
+            if group.stage is Stage.UNSHARDED and runs:
                 self._reshard(group, Action(ActionKind.RESHARD, (group.number,)))
             group.drop()
         end = self.program.index(("step",), self.place)
@@ -587,9 +559,7 @@ class Rank:
             for group in self.groups:
                 group.made = group.given = None
         # Of what it has given before others know: it counts in the step that they are in.
-        elif not any(
-            each[0] == "begin" and each[1] is Phase.BACKWARD for each in self.program[self.place : end]
-        ):
+        elif not any(each[:2] == ("begin", Phase.BACKWARD) for each in self.program[self.place : end]):
             night.note(self)
         self.place, self.failed = end + 1, True
 
@@ -728,9 +698,9 @@ class Night:
         """``Rank.advance``; what it raises is noted. Raises: Broken."""
         try:
             return rank.advance(self)
-        except Broken:
-            raise
         except Exception as error:
+            if isinstance(error, Broken):
+                raise
             rank.error, rank.has_ended = error, True
             self.tell(rank, "raises", type(error).__name__, str(error))
             return True

@@ -28,11 +28,8 @@ def forward(root: int, route: Iterable[int], phase: Phase = Phase.FORWARD) -> Pr
 
 def backward(root: int, used: Iterable[int], grad: int) -> Program:
     """A backward of groups in this order. grad: what the root brings; each of the others twice as much."""
-    program: Program = [
-        ("begin", Phase.BACKWARD, 0),
-        _at(EventKind.BACKWARD_BEGIN, root),
-        ("bring", root, grad),
-    ]
+    begin = _at(EventKind.BACKWARD_BEGIN, root)
+    program: Program = [("begin", Phase.BACKWARD, 0), begin, ("bring", root, grad)]
     for place, group in enumerate(used, 1):
         program += [_at(EventKind.BACKWARD_BEGIN, group), ("bring", group, grad << place)]
         program += [_at(EventKind.GRADS_READY, group), _at(EventKind.BACKWARD_END, group)]
@@ -69,7 +66,8 @@ class _Weather:
         self.wild = self.pick([0, 0.1, 0.3, 1])  # how often a rank takes another route than all
         self.specs = tuple(self.spec(number) for number in range(self.num_groups))
         part = [self.root, *self.route()] if self.num_groups > 2 else [self.root]
-        self.entries = (frozenset(range(self.num_groups)), frozenset(part))
+        everything = frozenset(range(self.num_groups))
+        self.entries = (everything, frozenset(part), everything)
         self.habit = self.route()
         # With copies a backward inside of a forward may wait for ranks that wait for it.
         self.may_nest = self.chance(0.4) and not any(spec.needs_copies_reduced for spec in self.specs)
@@ -91,9 +89,7 @@ class _Weather:
         # Once more the same: whatever can be known beforehand is known by then.
         # A backward inside of a forward is always asked for.
         again = not self.may_nest and self.mode is Mode.AGREED and not self.fault and self.chance(0.3)
-        programs: list[Program] = []
-        for rank in range(self.world):
-            programs.append([each for step in steps for each in step[rank]])
+        programs = [[each for step in steps for each in step[rank]] for rank in range(self.world)]
         expects = HEALTHY
         if again:
             last = self.step(calm=True)
@@ -107,17 +103,8 @@ class _Weather:
         told = tuple((*program, *ends) for program in programs)
         forget_after = self.pick([2, 3, 100]) if not again else 100
         restarts = draw(self.seed + 10**9) if self.fault == "killed" and self.chance(0.5) else None
-        return Plan(
-            self.seed,
-            self.mode,
-            self.policy(),
-            self.specs,
-            self.entries,
-            told,
-            expects,
-            forget_after,
-            restarts,
-        )
+        model = (self.mode, self.policy(), self.specs, self.entries)
+        return Plan(self.seed, *model, told, expects, forget_after, restarts)
 
     # ---- the model
 
@@ -148,18 +135,11 @@ class _Weather:
         )
         if self.chance(0.75):
             return spec
-        rare = {
-            "no_prefetch": True,
-            "ahead_in_forward": tuple(listed),
-            "ahead_in_backward": tuple(listed),
-            "reshard_after_backward": False,
-            "unshard_in_backward": False,
-            "steps": True,
-            "needs_copies_reduced": True,
-            "part_of": max(number - 1, 0),
-        }
-        name = self.pick([*rare])
-        return replace(spec, **{name: rare[name]})
+        flags = {"no_prefetch": True, "steps": True, "needs_copies_reduced": True}
+        reads = {"reshard_after_backward": False, "unshard_in_backward": False}
+        ahead = {"ahead_in_forward": tuple(listed), "ahead_in_backward": tuple(listed)}
+        name, value = self.pick([*(flags | reads | ahead | {"part_of": max(number - 1, 0)}).items()])
+        return replace(spec, **{name: value})
 
     # ---- routes
 
@@ -223,7 +203,8 @@ class _Weather:
 
     def before(self, programs: list[Program]) -> bool:
         """What comes before a step: evaluations, settings, calls. Whether it leaves all unsharded."""
-        generates = self.chance(0.08)  # with all unsharded by hand
+        # With all unsharded by hand, when nobody hears of a forward.
+        generates = self.fault != "diverges" and self.chance(0.08)
         if self.chance(0.5 if generates else 0.1):
             self.evaluate(programs)
         if self.chance(0.1):
@@ -270,7 +251,8 @@ class _Weather:
                 program += self.inner([each for each in route if each not in inside])
                 nests = False
         program += self.inner([]) if nests else []
-        program += [_at(end, group) for group in reversed(inside) if self.chance(0.8)]
+        # A forward ends with the end of a module.
+        program += [_at(end, group) for group in reversed(inside) if not rooted or self.chance(0.8)]
         program += [_at(end, self.root)] if rooted else []
         return [*program, ("end",)]
 
@@ -315,21 +297,7 @@ class _Weather:
         hit = self.random.randrange(self.world)
         program = programs[hit]
         if self.fault == "all raise":
-            if self.chance(0.5):
-                # In an action, which all ranks come to: what they launch is alike, whatever they run.
-                start = [0, *(i + 1 for i, each in enumerate(program) if each == STEP)]
-                num = self.random.randrange(len(start) - 1)
-                for each in programs:
-                    steps = [0, *(i + 1 for i, one in enumerate(each) if one == STEP)]
-                    each.insert(steps[num], ("raise after", 0))
-                after = ("raise after", self.random.randint(1, 12))
-                _replace(programs, ("raise after", 0), after)
-            else:
-                # Between a phase and the next one, where ranks may have run different things.
-                ends = [self.ends(each) for each in programs]
-                num = self.random.randrange(min(map(len, ends)))
-                for each, places in zip(programs, ends, strict=True):
-                    each.insert(places[num], ("raise",))
+            self.all_raise(programs)
             return HEALTHY
         if self.fault == "killed":
             program.insert(self.random.randrange(len(program)), ("die",))
@@ -340,6 +308,18 @@ class _Weather:
             program.insert(place, ("raise",))
             return ALONE
         return self.diverge(programs, hit)
+
+    def all_raise(self, programs: list[Program]) -> None:
+        """In the same action, which all ranks come to, since what they launch is alike, whatever they run. Or
+        between two phases, of which ranks may have run different things."""
+        within = self.chance(0.5)
+        instruction = ("raise after", self.random.randint(1, 12)) if within else ("raise",)
+        places = [_starts(each) if within else self.ends(each) for each in programs]
+        num = self.random.randrange(min(map(len, places)))
+        for program, own in zip(programs, places, strict=True):
+            program.insert(own[num], instruction)
+            # What was unsharded by hand, or for a backward that didn't come, is still so.
+            program.insert(program.index(STEP, own[num]) + 1, ("rest",))
 
     def ends(self, program: Program) -> list[int]:
         """Where training phases of a program begin."""
@@ -359,7 +339,7 @@ class _Weather:
             if not any(each[0] == "begin" for each in program[place:]):
                 return ALONE
         elif how == 1 and program[place][1] is Phase.FORWARD:
-            program[place] = ("begin", Phase.FORWARD, 7)
+            program[place] = ("begin", Phase.FORWARD, 2)
         elif how == 2:
             backward = next(i for i in begins if i >= place and program[i][1] is Phase.BACKWARD)
             group = self.random.randrange(self.num_groups)
@@ -388,6 +368,6 @@ def _all(programs: Iterable[Program], more: Program) -> None:
         program += more
 
 
-def _replace(programs: Iterable[Program], old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-    for program in programs:
-        program[program.index(old)] = new
+def _starts(program: Program) -> list[int]:
+    """Where its steps begin."""
+    return [0, *(place + 1 for place, each in enumerate(program) if each == STEP)][:-1]
