@@ -257,7 +257,7 @@ def find(path: Location) -> tuple[Location, tuple[str, ...]]:
         CheckpointError: there is none, saying what was found instead.
     """
     storage = storage_of(path)
-    if MANIFEST in storage.sizes(path) or _STEP.fullmatch(path.name):
+    if MANIFEST in _sizes_or_none(path) or _STEP.fullmatch(path.name):
         read_manifest(path)
         return path, ()
     named = latest_name(path)

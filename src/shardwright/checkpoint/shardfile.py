@@ -344,7 +344,8 @@ class Reader:
 
     def _close(self) -> None:
         for fd in self._files.values():
-            os.close(fd)
+            with contextlib.suppress(OSError):  # all that was wanted has been read
+                os.close(fd)
         self._files.clear()
         self._window = None
 

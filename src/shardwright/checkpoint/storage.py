@@ -32,6 +32,7 @@ TORN = ".torn-"
 LOCK = ".lock"
 _HOLDER_NBYTES = 300
 _HOLDER = b"pid "
+_NO_SYNC = {errno.EACCES, errno.EINVAL}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
@@ -77,7 +78,7 @@ class Storage(Protocol):
         ...
 
     def sizes(self, folder: Any) -> Mapping[str, int]:
-        """Bytes of each file in ``folder``; none where it isn't there."""
+        """Bytes of each file in ``folder``; none, or an OSError, where it isn't there."""
         ...
 
     def read_text(self, file: Any) -> str:
@@ -175,9 +176,10 @@ class FolderLock:
 
     def close(self) -> None:
         """Give the lock back; a second call does nothing."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1
+        if file >= 0:
+            with suppress(OSError):  # the kernel has freed it all the same
+                os.close(file)
 
 
 def _opened(file: Path) -> int:
@@ -185,10 +187,14 @@ def _opened(file: Path) -> int:
     if file.is_symlink():
         raise OSError(errno.ELOOP, f"{file} is a symbolic link, which isn't followed; remove it")
     found = open_regular(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0))
-    if os.read(found, len(_HOLDER)).strip(b"\0") not in (b"", _HOLDER):  # zeros: of a power cut
+    try:
+        # A power cut leaves the beginning of what was written, or zeros.
+        if not _HOLDER.startswith(os.read(found, len(_HOLDER)).rstrip(b"\0")):
+            raise OSError(errno.EEXIST, f"{file} is another program's file; remove it")
+        os.lseek(found, 0, os.SEEK_SET)
+    except OSError:
         os.close(found)
-        raise OSError(errno.EEXIST, f"{file} is another program's file; remove it")
-    os.lseek(found, 0, os.SEEK_SET)
+        raise
     return found
 
 
@@ -207,18 +213,19 @@ class LocalStorage(Storage):
 
     def lock(self, path: Path) -> FolderLock:
         """See ``Storage``: ``flock``."""
-        path.mkdir(parents=True, exist_ok=True)
+        if not (path / LOCK).exists():
+            _make(path)
         return FolderLock(path)
 
     def names(self, path: Path) -> list[str]:
-        """See ``Storage``."""
-        return [each.name for each in path.iterdir() if each.is_dir()]
+        """See ``Storage``. One that can't be looked at is there all the same."""
+        with os.scandir(path) as found:
+            return [each.name for each in found if each.is_dir(follow_symlinks=False) or each.is_symlink()]
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """See ``Storage``."""
-        if not folder.is_dir():
-            return {}
-        return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+        """See ``Storage``. Raises: OSError, also where it isn't there: it has just been removed."""
+        with os.scandir(folder) as found:
+            return {file.name: file.stat().st_size for file in found if file.is_file()}
 
     def read_text(self, file: Path) -> str:
         """See ``Storage``."""
@@ -275,6 +282,19 @@ class LocalStorage(Storage):
             unseen = what.with_name(f"{TORN}{uuid.uuid4().hex[:12]}")
             os.rename(what, unseen)
         shutil.rmtree(unseen)
+
+
+def _make(path: Path) -> None:
+    """Make a folder, and those that it is in, so that a power cut doesn't take them with all that is
+    published in them. What is there may have been made by a writer that was killed before it was synced."""
+    if not path.exists():
+        _make(path.parent)
+        path.mkdir(exist_ok=True)
+    try:
+        sync_folder(path.parent)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:  # somebody else's, or an automounter's, which aren't ours to sync
+            raise
 
 
 def sync_folder(path: Path) -> None:
