@@ -174,7 +174,7 @@ class Found:
         return self.number, self.step
 
 
-def _survey(path: Location, least: int = 0) -> list[Found]:
+def survey(path: Location, least: int = 0) -> list[Found]:
     """What is in ``path``, from step ``least`` on, the last saved first. Their bytes are not read."""
     found, unnumbered = list[Found](), list[str]()
     for step, folder in step_folders(path):
@@ -217,7 +217,12 @@ def latest_name(path: Location) -> str:
 
 def _newest(found: Sequence[Found], named: str) -> Found | None:
     """The newest complete one of ``found`` that is the one of that name or descends from it."""
-    return next((f for f in found if not f.fault and named in (f.name, *f.after)), None)
+    for f in found:
+        if not f.fault and named in (f.name, *f.after):
+            return f
+        if f.name == named:  # what was saved before it came after another one of that name
+            break
+    return None
 
 
 def by_line(path: Location) -> tuple[list[Found], list[Found]]:
@@ -226,7 +231,7 @@ def by_line(path: Location) -> tuple[list[Found], list[Found]]:
 
     Raises: OSError, if there is no such folder.
     """
-    found, named = _survey(path), latest_name(path)
+    found, named = survey(path), latest_name(path)
     newest = _newest(found, named)
     if newest is None:  # the named one is damaged or gone: what it came from, else what was saved last
         after = next((f.after for f in found if f.name == named), frozenset[str]())
@@ -234,7 +239,9 @@ def by_line(path: Location) -> tuple[list[Found], list[Found]]:
         newest = next((f for f in whole if f.name in after), next(iter(whole), None))
     if newest is None:
         return [], found
-    line = [f for f in found if not f.fault and f.name in (newest.name, *newest.after)]
+    names = (newest.name, *newest.after)
+    # One that was saved later has only the name of what it comes after.
+    line = [f for f in found if not f.fault and f.name in names and f.order <= newest.order]
     return line, [f for f in found if f not in line]
 
 
@@ -264,7 +271,7 @@ def find(path: Location) -> tuple[Location, tuple[str, ...]]:
     try:
         # Mostly nothing is newer than the named one: then one manifest is read, however many there are.
         is_step = _STEP.fullmatch(named)
-        others = _survey(path, int(is_step[1])) if is_step else []
+        others = survey(path, int(is_step[1])) if is_step else []
         newest = _newest(others, named)
         if newest is None:
             line, others = by_line(path)

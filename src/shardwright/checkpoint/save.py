@@ -284,9 +284,9 @@ class _Save:
         manifest = _merge(snapshot, written, self.step, {"diverged": diverged, "line": line.state()})
         prove(manifest)
         self._writer.publish(dumps(manifest))
-        saved(self.model, line)
         if self.keep:
             self._writer.prune(self.keep)
+        saved(self.model, self._writer.continued())
 
 
 def hash_of(described: Mapping[str, str]) -> int:

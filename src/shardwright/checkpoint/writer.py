@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ from shardwright.checkpoint.folder import (
     step_folder,
     step_folders,
     storage_of,
+    survey,
 )
 from shardwright.checkpoint.format import MANIFEST, Manifest, loads
 from shardwright.checkpoint.storage import Held
@@ -74,11 +75,13 @@ def whole_number(value: Any, name: str, expected: str, least: int) -> int:
 @dataclass(frozen=True)
 class Lineage:
     """The line of training that a model is on in the folder ``path``: its last checkpoint was the save
-    ``number`` of the folder, and ``names`` are that one and those it descends from, the oldest first."""
+    ``number`` of the folder, and ``names`` are that one and those it descends from, the oldest first.
+    ``seen``: what was in the folder after it; nothing where it was loaded."""
 
     path: Location
     number: int
     names: tuple[str, ...]
+    seen: frozenset[str] = frozenset()
 
     def state(self) -> dict[str, Any]:
         """What the manifest of its last checkpoint says of it."""
@@ -128,6 +131,7 @@ class Writer:
         self.path = path
         self.storage = storage_of(path)
         self.final = step_folder(path, step)
+        self._outlasts = True
         try:
             self._lock = self.storage.lock(path)
             with ExitStack() as undo:
@@ -154,16 +158,30 @@ class Writer:
     def _continued(self, step: int, line: Lineage | None) -> tuple[Lineage, tuple[str, ...]]:
         """The line that this save goes on with, and what it leaves behind: of the line that is going on in
         the folder, the checkpoints that this one doesn't descend from."""
-        if line is not None and line.names[-1] == latest_name(self.path):
+        there = frozenset(self.storage.names(self.path))
+        # Mostly nobody else has saved since: then no manifest is read, however many there are.
+        if line is not None and line.seen == there and line.names[-1] == latest_name(self.path):
             number, names, left = line.number, line.names, ()
         else:
             going_on, others = by_line(self.path)
-            number = max((f.number for f in (*going_on, *others)), default=0)
-            names = line.names if line else tuple(f.name for f in reversed(going_on) if f.step < step)
+            found = (*going_on, *others)
+            names = tuple(f.name for f in reversed(going_on) if f.step < step)
+            number = max((f.number for f in found), default=0)
+            if line is not None:
+                number = max(number, line.number)  # its last one may be unreadable
+                # Another run may have saved a step of this line again, under its name. Of what can't be read
+                # now nobody can tell.
+                own = {f.name for f in found if f.number <= line.number and (f.is_damaged or not f.fault)}
+                names = tuple(name for name in line.names if name in own)
             left = tuple(f.name for f in reversed(going_on) if f.name not in names)
-        there = set(self.storage.names(self.path))
         names = (*(name for name in names if name in there), self.final.name)
         return Lineage(_whole(self.path), number + 1, names), left
+
+    def continued(self) -> Lineage:
+        """The line after this save."""
+        with suppress(OSError):  # not known, it is looked up by the next save
+            return replace(self.line, seen=frozenset(self.storage.names(self.path)))
+        return self.line
 
     def _is_there(self) -> bool:
         return self.final.name in self.storage.names(self.path)
@@ -193,6 +211,7 @@ class Writer:
             if not self._is_published(manifest_text):
                 raise CheckpointError(f"can't publish {self.final}: {error.strerror or error}") from error
             _warn(f"{self.final} is complete, but may not outlast a power cut", error)
+            self._outlasts = False
         self._try(
             f"{self.final} is saved, but {self.path / 'latest'} couldn't be written",
             self.storage.name_latest,
@@ -207,14 +226,17 @@ class Writer:
         return False
 
     def prune(self, keep: Keep) -> None:
-        """Remove the checkpoints that ``keep`` does not keep."""
+        """Remove the checkpoints that ``keep`` does not keep; none where only these outlast a power cut."""
+        if not self._outlasts:
+            return
         try:
-            line, others = by_line(self.path)
+            found = survey(self.path)
         except OSError as error:
             _warn(f"{self.path} couldn't be listed, so nothing was removed from it", error)
             return
+        line = [f for f in found if not f.fault and f.name in self.line.names]
         oldest = line[: keep.last][-1].order if line else (0, 0)
-        broken = [f for f in others if f.is_damaged and (f.number or oldest[0], f.step) < oldest]
+        broken = [f for f in found if f.is_damaged and (f.number or oldest[0], f.step) < oldest]
         for old in (*line[keep.last :], *broken):
             if keep.every is None or old.step % keep.every or old.fault:
                 self._try(f"{old.folder} couldn't be removed, and stays", self.storage.remove, old.folder)
