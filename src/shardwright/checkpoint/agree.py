@@ -206,7 +206,8 @@ def _attempt(work: Callable[[], Any], outcome: list[Any]) -> None:
         with torch.no_grad():  # grad mode belongs to a thread
             outcome.append((plain(work()), "", False))
     except (ShardwrightError, OSError) as error:
-        outcome.append((None, str(error), isinstance(error, UnreadError)))
+        is_unread = isinstance(error, UnreadError) or not isinstance(error, ShardwrightError)  # of the disk
+        outcome.append((None, str(error), is_unread))
     except BaseException:  # a bug, or a SystemExit of the user's code: every rank must still hear of it
         outcome.append((None, traceback.format_exc(), False))
 

@@ -11,9 +11,10 @@ or the memory is bad between two reads, and say so.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ from shardwright.errors import CheckpointError, DamagedError, UnreadError
 from shardwright.files import reading
 from shardwright.torch_private import COMPILED, EXTRA_STATE, buffers_of, look_up_again, parameters_of
 
+T = TypeVar("T")
 _ATTEMPTS = 3  # of a load that finds a file that can't be read
 _PAUSE_S = 0.2
 STEP_NBYTES = 512 << 10
@@ -142,18 +144,23 @@ def load(
     path, group = location_of(path), ranks()
     storage_of(path)  # raises here, on every rank, for a URL that can't be used
     group.arrive(f"load({path})")
-    attempts = 0
-    while True:
-        try:
-            locations = group.together(f"loading {path}", lambda: locate(path) if group.rank == 0 else None)
-            assert locations[0] is not None
-            return _load(locations[0], model, optimizer, extra, group)
-        except UnreadError:
-            # A save has removed it meanwhile, and there is a newer one; or the disk had a passing error.
-            attempts += 1
-            if attempts == _ATTEMPTS:
-                raise
-            clock.sleep(_PAUSE_S)
+
+    def once() -> Restored:
+        locations = group.together(f"loading {path}", lambda: locate(path) if group.rank == 0 else None)
+        assert locations[0] is not None
+        return _load(locations[0], model, optimizer, extra, group)
+
+    # A save has removed it meanwhile, and there is a newer one; or the disk had a passing error.
+    return _retried(once)
+
+
+def _retried(work: Callable[[], T]) -> T:
+    """What ``work`` gives, in the first of some attempts in which each rank can read its files."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(UnreadError):
+            return work()
+        clock.sleep(_PAUSE_S)
+    return work()
 
 
 def _load(
@@ -232,7 +239,11 @@ def latest(path: str | PurePath) -> Location | None:
 
 def _older(found: Location, step: int) -> str:
     """What a message about the damaged checkpoint ``found`` of ``step`` says of the older ones beside it."""
-    names = [step_folder(found.parent, older).name for older in complete_steps(found.parent) if older < step]
+    names = list[str]()
+    with suppress(OSError):  # what is said of the damage doesn't depend on it
+        names = [
+            step_folder(found.parent, older).name for older in complete_steps(found.parent) if older < step
+        ]
     if not names:
         return ""
     return f"\nolder complete checkpoints: {', '.join(names)}; rename {found}, and load takes {names[0]}"
@@ -335,11 +346,14 @@ def fill_and_prove(
             torch.autograd.graph.increment_version(t.local)  # what autograd saved of it is no longer valid
         return verifier.checksums(wanted, filled_crc)
 
-    try:
+    def prove() -> None:
         verifier.verify(what, look)
         if shared:
             again = [part for part in wanted if part[0] in shared]
             verifier.verify(what, lambda: verifier.checksums(again, live_crc))
+
+    try:
+        _retried(prove)
     except CheckpointError as error:
         raise CheckpointError(
             f"the live state differs from what was read, it is half loaded and must not be used: {error}"
