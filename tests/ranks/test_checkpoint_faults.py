@@ -5,7 +5,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -52,57 +51,6 @@ def told(call: Callable[[], Any]) -> tuple[str, float]:
     return said, time.monotonic() - begin
 
 
-def load_failing(rank: int, world: int, path: str) -> tuple[str, float, bool]:
-    """The error of a load, its seconds, and whether the model is as it was."""
-    model = fully_shard(filled(-1.0))
-    return *told(lambda: load(path, model=model)), values(model) <= {-1.0}
-
-
-def piece_of(folder: Path, key: str, index: int):
-    return read_manifest(folder).tensors[key].pieces[index]
-
-
-@pytest.mark.parametrize("world", [2, 3])  # 3: each rank reads parts of the pieces, no rank a whole one
-def test_a_flipped_bit_is_named_on_all_ranks_and_nothing_is_loaded(tmp_path, world):
-    run_ranks(2, save_steps, str(tmp_path), (1,))
-    folder = tmp_path / "step-000001"
-    piece = piece_of(folder, "model/0.weight", 1)
-    with open(folder / piece.file, "r+b") as file:
-        file.seek(piece.start + 5)
-        byte = file.read(1)[0]
-        file.seek(piece.start + 5)
-        file.write(bytes([byte ^ 4]))
-    for message, seconds, untouched in run_ranks(world, load_failing, str(tmp_path)):
-        assert f"{piece.file}: model/0.weight is damaged" in message
-        assert untouched
-        assert seconds < 5
-
-
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
-
-
-@pytest.mark.parametrize("damage", [truncate, Path.unlink], ids=["truncated", "missing"])
-def test_a_truncated_or_missing_file_is_named_and_the_previous_checkpoint_found(tmp_path, damage):
-    run_ranks(2, save_steps, str(tmp_path), (1, 2))
-    damage(tmp_path / "step-000002" / "shard-00001.safetensors")
-    for message, seconds, untouched in run_ranks(2, load_failing, str(tmp_path / "step-000002")):
-        assert "shard-00001.safetensors" in message
-        assert "model/0.weight" in message
-        assert untouched
-        assert seconds < 5
-    folder, skipped = find(tmp_path)
-    assert folder.name == "step-000001"
-    assert "step-000002" in skipped[0]
-    assert "shard-00001.safetensors" in skipped[0]
-
-
-def test_an_empty_or_missing_folder_says_what_was_found(tmp_path):
-    for path, found in ((tmp_path / "no", "no such folder"), (tmp_path, "no complete checkpoint")):
-        for message, _, _ in run_ranks(2, load_failing, str(path)):
-            assert found in message
-
-
 def save_failing(rank: int, world: int, path: str, limit_rank: int) -> tuple[str, float]:
     """The error of a save of 2.5 MB, during which the files of one rank can't grow beyond 1 MB."""
     model = fully_shard(filled(2.0, width=50_000))
@@ -121,39 +69,12 @@ def test_a_file_that_cannot_grow_on_one_rank_fails_on_all_and_keeps_the_previous
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "latest", "step-000001"]
 
 
-def test_a_full_disk_fails_on_all_and_keeps_the_previous(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        run_ranks(2, save_steps, str(disk), (1,))
-        for message, seconds in run_ranks(2, save_failing, str(disk), -1):
-            assert "No space left on device" in message
-            assert "shard-0000" in message
-            assert "model/" in message
-            assert seconds < 5
-        assert find(disk) == (disk / "step-000001", ())
-        run_ranks(2, save_steps, str(disk), (2,))
-        assert find(disk) == (disk / "step-000002", ())
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
 def test_a_path_that_is_not_writable_fails_on_all(tmp_path):
     (tmp_path / "file").write_text("")
     for message, seconds in run_ranks(2, save_failing, str(tmp_path / "file" / "runs"), -1):
         assert "can't write to" in message
         assert "file/runs" in message
         assert seconds < 5
-
-
-def test_a_step_that_exists_is_not_overwritten(tmp_path):
-    run_ranks(1, save_steps, str(tmp_path), (2,))
-    before = (tmp_path / "step-000002" / "manifest.json").read_bytes()
-    assert "exists already" in run_ranks(2, save_failing, str(tmp_path), -1)[1][0]
-    assert (tmp_path / "step-000002" / "manifest.json").read_bytes() == before
 
 
 def test_a_second_writer_is_told_who_writes_and_harms_nothing(tmp_path):
@@ -400,52 +321,6 @@ def kill_at(call_number: int) -> None:
     of_files = ["open", "write", "pwrite", "ftruncate", "fsync"]
     for name in [*of_files, "mkdir", "rename", "replace", "rmdir", "unlink"]:
         setattr(os, name, dying(name))
-
-
-def save_and_die(path: str, step: int, call_number: int) -> bool:
-    """In a forked process: save, killed at a change to the file system. Returns whether it lived."""
-    child = os.fork()
-    if child == 0:
-        kill_at(call_number)
-        save(path, model=filled(float(step)), step=step, keep=2)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return not os.WIFSIGNALED(status)
-
-
-def killed_everywhere(rank: int, world: int, path: str) -> int:
-    """Save again and again, killed at the first change to the file system, at the second, ...; then load."""
-    step, call_number = 1, 0
-    save(path, model=filled(1.0), step=1, keep=2)
-    save(path, model=filled(2.0), step=2, keep=2)
-    last = 2
-    for call_number in range(200):
-        step = last + 1
-        lived = save_and_die(path, step, call_number)
-        model = filled(-1.0)
-        restored = load(path, model=model)
-        assert restored.step in (last, step), f"killed at change {call_number}"
-        found = {v for p in model.parameters() for v in p.detach().flatten().tolist()}
-        assert found == {float(restored.step)}
-        last = restored.step
-        if lived:
-            return call_number
-    raise AssertionError("the save never ends")
-
-
-def test_a_kill_at_any_change_to_the_file_system_leaves_a_checkpoint_that_loads(tmp_path):
-    num_changes = run_ranks(1, killed_everywhere, str(tmp_path))[0]
-    assert num_changes > 15
-    assert not list(tmp_path.glob(".torn-*"))  # what the killed ones left was removed by the one that lived
-
-
-def test_a_kill_just_before_latest_moves_does_not_stop_the_next_save(tmp_path):
-    save(tmp_path, model=filled(1.0), step=1)
-    (tmp_path / ".torn-latest").write_text("step-000001\n")
-    save(tmp_path, model=filled(2.0), step=2)
-    assert find(tmp_path) == (tmp_path / "step-000002", ())
-    assert not list(tmp_path.glob(".torn-*"))
 
 
 def one_dies(rank: int, world: int, path: str, call_number: int) -> None:

@@ -1,0 +1,47 @@
+"""Whatever a disk and its processes do: what was saved is there, what loads is what was saved, and the next
+save succeeds."""
+
+import itertools
+from random import Random
+
+import pytest
+
+from shardwright import clock
+from tests.storm.checkpoints import WHAT, every_operation, every_operation_of_a_load, night
+
+KEPT: dict[str, int] = {}
+"""Nights that have found something, by what was wrong."""
+
+
+@pytest.mark.parametrize("seed", KEPT.values(), ids=KEPT)
+def test_a_night_that_once_went_wrong_goes_well(seed):
+    night(seed)
+
+
+def test_new_nights_go_well():
+    end, seeds = clock.monotonic() + 4.0, Random()
+    while clock.monotonic() < end:
+        night(seeds.randrange(10**9))
+
+
+def test_a_night_is_the_same_again():
+    assert night(1) == night(1)
+
+
+KINDS = ("kill", "cut", "EIO", "ENOSPC", "EACCES")
+CASES = [
+    pytest.param(what, kind, stride, marks=() if stride > 1 else pytest.mark.exhaustive)
+    for number, (what, kind) in enumerate(itertools.product(WHAT, KINDS))
+    for stride in ((1, 5) if number % 6 == 0 else (1,))
+]
+
+
+@pytest.mark.parametrize(("what", "kind", "stride"), CASES)
+def test_whichever_operation_of_a_save_fails_nothing_is_lost_and_the_next_save_succeeds(what, kind, stride):
+    assert every_operation(what, kind, stride) > 20
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("is_removed", [False, True], ids=["fails", "is removed before"])
+def test_a_load_succeeds_whichever_operation_fails_once_or_finds_it_removed(world, is_removed):
+    assert every_operation_of_a_load(world, is_removed) > 50
