@@ -109,7 +109,10 @@ def train(process: Process, seed: int) -> None:
     process.model.count.add_(1)
 
 
-def look(path: Path) -> dict[str, tuple[int | None, bool, int]]:
+Looked = dict[str, tuple[int | None, bool, int]]
+
+
+def look(path: Path) -> Looked:
     """Names in the folder, with the serial, whether all files are there, and the number of the save, read
     without the package."""
     found = {}
@@ -180,7 +183,7 @@ class Night:
         self.stuck: dict[str, tuple[str, ...]] = {}
         self.was_stuck = False
         self.fault: Callable[[Op], None] | None = None
-        self.was_cut = self.has_failed = False
+        self.was_cut, self.has_failed = False, 0
 
     def _before(self, op: Op) -> None:
         if self.fault is not None:
@@ -257,7 +260,7 @@ class Night:
         if kind == "nothing":
             return "well"
         if kind == "full":
-            self.disk.room, self.has_failed = self.random.randint(0, 3000), True
+            self.disk.room, self.has_failed = self.random.randint(0, 3000), 1
             return f"with {self.disk.room} bytes free"
         if kind == "fails":
             return self.fails(at, self.random.choice([1, 1, 1, 2, 5, 10**9]), self.random.choice(ERRORS))
@@ -271,7 +274,7 @@ class Night:
 
         def fault(op: Op) -> None:
             if at <= op.number < at + number and (kinds is None or op.kind in kinds):
-                self.has_failed = True
+                self.has_failed += 1
                 # What can't be read isn't known to be of the line, and stays.
                 self.was_stuck = self.was_stuck or code == errno.EIO
                 self.note(f"    {op}: {errno.errorcode[code]}")
@@ -372,8 +375,8 @@ class Night:
 
     def loaded(self, job: Job, said: dict[Process, Any], allowed: set[int | None]) -> None:
         """What came of a load is one of these saves, on all ranks."""
-        serial: Any
-        [serial] = {each if isinstance(each, str) else each.extra["serial"] for each in said.values()}
+        found: set[Any] = {each if isinstance(each, str) else each.extra["serial"] for each in said.values()}
+        [serial] = found
         if isinstance(serial, str):
             assert None in allowed, f"load: {serial}, expected {allowed}"
             assert "no complete checkpoint" in serial or "no such folder" in serial, serial
@@ -400,70 +403,89 @@ class Night:
     def check(self, saved: list[tuple[Job, int]]) -> None:
         """The folder, and what loads, are what they may be after these saves; sometimes the power is lost
         then."""
-        story, before = self.story, self.story.there
+        before, newest = self.story.there, self.story.newest()
         came = {serial: self.outcome(job, serial) for job, serial in saved}
-        leaves_nothing = self.disk.room is not None and not self.stuck and "killed" not in came.values()
+        is_killed = "killed" in came.values()
+        was_full = bool(saved) and self.disk.room is not None and not self.stuck and not is_killed
         if saved and not self.was_cut and self.random.random() < 0.2:
             self.loses_power()
         self.heal()
-        has_failed = self.was_cut or self.has_failed or "killed" in came.values()
+        has_failed = self.was_cut or self.has_failed > 0 or is_killed
         is_well = not has_failed and not self.was_stuck
-        newest = story.newest()
         with self.disk.off():
             now = look(self.path)
-        story.there = {
-            s: There(n, w, k) for n, (s, w, k) in now.items() if n[:5] == "step-" and s is not None
-        }
+        steps = {name: found for name, found in now.items() if name.startswith("step-")}
+        self.story.there = {s: There(n, w, k) for n, (s, w, k) in steps.items() if s is not None}
         allowed: set[int | None] = {newest}
         goes = set[int]()
-        for job, serial in sorted(saved, key=lambda each: story.number(each[1])):
+        for job, serial in sorted(saved, key=lambda each: self.story.number(each[1])):
             error = came[serial]
             self.note(f"    {serial}: {error.splitlines()[-1][-170:] if error else 'saved'}")
-            is_there = bool(story.whole([serial]))
-            assert is_there or error, f"{serial} isn't there"
-            # The disk may not say what has come of it either.
-            unknown = self.has_failed and "can't publish" in error
-            assert error in ("", "killed") or not is_there or unknown, f"{serial} is there, and said {error}"
-            if story.saves[serial].is_fresh and not has_failed:
-                names = [before[s].name for s in before if before[s].is_complete]
-                assert ("exists already" in error) == (step_name(story.saves[serial].step) in names), error
-            is_stuck = step_name(story.saves[serial].step) in self.stuck
-            assert (
-                not error or has_failed or is_stuck or any(text in error for text in REFUSED[: len(saved)])
-            ), error
-            if is_there:
+            self.returns(serial, error, before, has_failed, REFUSED[: len(saved)])
+            if self.story.whole([serial]):
                 allowed = {serial}
-                job.last = serial
-                if any("may not outlast" in text for text in job.ranks[0].warned):
-                    assert self.has_failed
-                else:
-                    goes |= story.goes(serial, before)
-                    self.safe |= set() if error else {serial}
+                goes |= self.publishes(job, serial, error, before)
             elif newest != job.last:  # its line was about to be the one that goes on
-                allowed.add(story.newest_after(job.last))
-        steps = {step_name(story.saves[serial].step) for _, serial in saved}
-        for s in before:
-            if before[s].is_complete and not story.whole([s]) and not (self.was_cut and s not in self.safe):
-                aside = before[s].name in steps and any(s == each[0] and each[1] for each in now.values())
-                assert s in goes or aside, f"{s} is gone"
-            if is_well and before[s].is_complete:
-                assert s not in goes or s not in story.there, f"{s} should be gone"
-        torn = {name for name, (_, is_whole, _) in now.items() if name[:5] == "step-" and not is_whole}
-        if not self.was_cut:
-            assert set(story.there) <= {*before, *came}, "what was removed is there again"
-        else:  # a removal may be half undone
-            self.torn |= {step_name(story.saves[s].step) for s in self.ever}
-        assert torn <= self.torn, f"{torn - self.torn} is there in part"
-        self.torn, self.ever = torn, self.ever | set(story.there)
-        if (is_well and saved and not came[saved[-1][1]]) or (leaves_nothing and not self.was_cut):
+                allowed.add(self.story.newest_after(job.last))
+        self.stays(before, goes, {step_name(self.story.saves[serial].step) for _, serial in saved}, now)
+        self.shows_no_parts(before, came, {name for name, (_, is_whole, _) in steps.items() if not is_whole})
+        if is_well:
+            assert not [s for s in goes if s in self.story.there], f"of {goes} some should be gone"
+        if (is_well and saved and not came[saved[-1][1]]) or (was_full and not self.was_cut):
             assert not [name for name in now if name.startswith(".torn")], "something is left"
         if self.was_cut:
-            self.safe |= set(story.there)
-        self.was_cut = self.has_failed = False
+            self.safe |= set(self.story.there)
+        self.was_cut, self.has_failed = False, 0
         job = self.starts(allowed)
-        story.head = job.last
+        self.story.head = job.last
         if self.job is None or not self.job.is_alive:
             self.job = job
+
+    def returns(
+        self, serial: int, error: str, before: dict[int, There], has_failed: bool, refused: Sequence[str]
+    ) -> None:
+        """The save has returned where it is there, and only there; and it fails only where something has."""
+        is_there, name = bool(self.story.whole([serial])), step_name(self.story.saves[serial].step)
+        assert is_there or error, f"{serial} isn't there"
+        # A disk that fails again may not say what has come of it.
+        unknown = self.has_failed > 1 and "can't publish" in error
+        assert error in ("", "killed") or not is_there or unknown, f"{serial} is there, and said {error}"
+        if self.story.saves[serial].is_fresh and not has_failed:
+            names = [there.name for there in before.values() if there.is_complete]
+            assert ("exists already" in error) == (name in names), error
+        is_refused = name in self.stuck or any(text in error for text in refused)
+        assert not error or has_failed or is_refused, error
+
+    def publishes(self, job: Job, serial: int, error: str, before: dict[int, There]) -> set[int]:
+        """What goes, now that this is there."""
+        if job.last in before:
+            assert self.story.number(serial) > before[job.last].number
+        job.last = serial
+        if any("may not outlast" in text for text in job.ranks[0].warned):
+            assert self.has_failed
+            return set()
+        self.safe |= set() if error else {serial}
+        return self.story.goes(serial, before)
+
+    def stays(self, before: dict[int, There], goes: set[int], steps: set[str], now: Looked) -> None:
+        """What was there is there, but for what goes, or was never safe. One of ``steps`` may be aside."""
+        for s in before:
+            if (
+                before[s].is_complete
+                and not self.story.whole([s])
+                and not (self.was_cut and s not in self.safe)
+            ):
+                aside = before[s].name in steps and any(s == each[0] and each[1] for each in now.values())
+                assert s in goes or aside, f"{s} is gone"
+
+    def shows_no_parts(self, before: dict[int, There], came: dict[int, str], torn: set[str]) -> None:
+        """Nothing is there in part, or again."""
+        if not self.was_cut:
+            assert set(self.story.there) <= {*before, *came}, "what was removed is there again"
+        else:  # a removal may be half undone
+            self.torn |= {step_name(self.story.saves[s].step) for s in self.ever}
+        assert torn <= self.torn, f"{torn - self.torn} is there in part"
+        self.torn, self.ever = torn, self.ever | set(self.story.there)
 
     def starts(self, allowed: set[int | None], path: Path | None = None) -> Job:
         """A job of new processes, which has loaded one of these saves."""
@@ -481,6 +503,7 @@ class Night:
         turns.run(work)
         self.check([(self.job, serial)])
         assert self.story.head == serial
+        assert not tools.verify(self.path).faults
 
     # ---- events
 
@@ -541,7 +564,7 @@ class Night:
 
         def fault(op: Op) -> None:
             if op.number >= at and not begun and turns.process() is not process:
-                self.has_failed = True
+                self.has_failed = 1
                 begun.append(op.number)
                 turns.wait(lambda: process.saved.get(serial) == "")
 
@@ -584,9 +607,9 @@ class Night:
                 before = (folder / file).read_bytes()
                 (folder / file).write_bytes(content)
             self.note(f"byte {at} of {folder.name}/{file} has flipped")
-            stuck, self.stuck = self.stuck, {}
+            before_it, self.stuck = (self.stuck, self.was_stuck), {}
             self.finds(serial, folder, file, at, manifest)
-            self.stuck = stuck
+            (self.stuck, self.was_stuck), self.has_failed = before_it, 0
             with self.disk.off():
                 (folder / file).write_bytes(before)
 
@@ -726,7 +749,7 @@ def every_operation_of_a_load(world: int, is_removed: bool) -> int:
             own.saves_well()
             assert own.job is not None
             for number in itertools.count(1):
-                own.has_failed, said, job = False, dict[Process, Any](), Job(world)
+                own.has_failed, said, job = 0, dict[Process, Any](), Job(world)
                 works, at, before = own.loads(job, own.path, said), own.disk.count + number, own.story.head
                 if is_removed:
                     own.fault, serial, save = own.waits(said, at, own.job)

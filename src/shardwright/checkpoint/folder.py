@@ -27,7 +27,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -103,9 +103,11 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def _parsed(folder: Location) -> Manifest:
-    path = folder / MANIFEST
+    path, read_text = folder / MANIFEST, storage_of(folder).read_text
     try:
-        return loads(storage_of(folder).read_text(path), str(path))
+        with suppress(OSError):  # after a passing error nobody would know its line, and its number
+            return loads(read_text(path), str(path))
+        return loads(read_text(path), str(path))
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not a readable manifest ({reason_of(error)})") from error
 
@@ -217,12 +219,13 @@ def latest_name(path: Location) -> str:
 
 def _newest(found: Sequence[Found], named: str) -> Found | None:
     """The newest complete one of ``found`` that is the one of that name or descends from it."""
-    for f in found:
-        if not f.fault and named in (f.name, *f.after):
-            return f
-        if f.name == named:  # what was saved before it came after another one of that name
-            break
-    return None
+    at = next((f.number for f in found if f.name == named), 0)
+
+    def is_of(f: Found) -> bool:
+        # What was saved before it came after another one of that name; 0 is no number, of an older release.
+        return f.name == named or (named in f.after and (f.number > at or not at))
+
+    return next((f for f in found if not f.fault and is_of(f)), None)
 
 
 def by_line(path: Location) -> tuple[list[Found], list[Found]]:
