@@ -15,13 +15,7 @@ from typing import Any, BinaryIO
 from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
 
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # neither is there on every system
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-}
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -40,7 +34,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 def _check_regular(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
         raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
 
 
@@ -100,9 +94,8 @@ def reason_of(error: Exception) -> str:
 def json_object(data: bytes | str) -> dict[str, Any]:
     """A JSON object, read strictly: text in UTF-8, no name twice, no NaN. Raises: ValueError,
     RecursionError."""
-    found = json.loads(
-        data if isinstance(data, str) else data.decode(), object_pairs_hook=_unique, parse_constant=_refused
-    )
+    text = data if isinstance(data, str) else data.decode()
+    found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refused)
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, found {str(found)[:40]!r}")
     return found

@@ -172,10 +172,8 @@ class Ranks:
             # From here on this rank waits, which isn't its own disk's doing.
             if outcome and own is None and threading.get_ident() == process_state.thread:
                 self._finished += 1
-                own = (
-                    Launch(self._finished, what, process_state.phase, process_state.step),
-                    clock.perf_counter(),
-                )
+                launch = Launch(self._finished, what, process_state.phase, process_state.step)
+                own = launch, clock.perf_counter()
                 process_state.recorder.write((LAUNCH, name, *own))
             done, outcomes = torch.tensor([len(outcome)]), list[Any]()
             with self._log.waiting(Launch(0, what, process_state.phase, process_state.step)):
@@ -184,9 +182,8 @@ class Ranks:
                     outcomes = self._tell(json.dumps(outcome[0]).encode())
             if outcomes:
                 if own is not None:
-                    process_state.recorder.write(
-                        (WAIT, name, own[0], threading.get_ident(), own[1], clock.perf_counter())
-                    )
+                    span = threading.get_ident(), own[1], clock.perf_counter()
+                    process_state.recorder.write((WAIT, name, own[0], *span))
                 return outcomes
             pause = min(2 * pause, _POLL_S)
 

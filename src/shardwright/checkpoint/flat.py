@@ -31,11 +31,8 @@ def boxes_of_range(shape: Sequence[int], first: int, stop: int) -> tuple[Box, ..
     begun = _in_row(row, boxes_of_range(shape[1:], head, inner)) if head else ()
     rows = (row + bool(head), last)
     whole = (Box((rows[0], *[0] * (len(shape) - 1)), (rows[1] - rows[0], *shape[1:])),)
-    return (
-        *begun,
-        *(whole if rows[0] < rows[1] else ()),
-        *_in_row(last, boxes_of_range(shape[1:], 0, tail)),
-    )
+    ended = _in_row(last, boxes_of_range(shape[1:], 0, tail))
+    return (*begun, *(whole if rows[0] < rows[1] else ()), *ended)
 
 
 def _in_row(row: int, boxes: Sequence[Box]) -> tuple[Box, ...]:

@@ -80,10 +80,8 @@ class Box:
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
         """Slices that pick this box out of an array that holds ``outer``."""
-        return tuple(
-            slice(o - base, o - base + s)
-            for o, s, base in zip(self.offset, self.shape, outer.offset, strict=True)
-        )
+        dims = zip(self.offset, self.shape, outer.offset, strict=True)
+        return tuple(slice(o - base, o - base + s) for o, s, base in dims)
 
     @staticmethod
     def whole(shape: Sequence[int]) -> "Box":
@@ -178,19 +176,16 @@ def coverage_faults(entry: TensorEntry) -> list[str]:
     faults = []
     whole = Box.whole(entry.shape)
     for piece in entry.pieces:
-        if len(piece.shape) != len(entry.shape) or any(
-            e > s for e, s in zip(piece.box.end, entry.shape, strict=True)
-        ):
+        ends = zip(piece.box.end, entry.shape, strict=False)
+        if len(piece.shape) != len(entry.shape) or any(end > size for end, size in ends):
             faults.append(f"piece {piece.offset}+{piece.shape} in {piece.file} lies outside of {entry.shape}")
         elif piece.nbytes != piece.box.numel * ITEM_NBYTES[entry.dtype]:
             faults.append(f"piece {piece.offset}+{piece.shape} in {piece.file} has {piece.nbytes} bytes")
     if faults:
         return faults
     for a, b in overlaps([piece.box for piece in entry.pieces]):
-        faults.append(
-            f"elements {entry.pieces[a].offset}.. stored twice: "
-            f"{entry.pieces[a].file}, {entry.pieces[b].file}"
-        )
+        first, second = entry.pieces[a], entry.pieces[b]
+        faults.append(f"elements {first.offset}.. stored twice: {first.file}, {second.file}")
     covered = sum(piece.box.numel for piece in entry.pieces)
     if covered != whole.numel:
         faults.append(f"{covered} of {whole.numel} elements are stored")
@@ -203,11 +198,8 @@ def overlaps(boxes: Sequence[Box]) -> list[tuple[int, int]]:
     pairs = []
     order = sorted((i for i in range(len(boxes)) if boxes[i].numel), key=lambda i: boxes[i].offset)
     active: list[int] = []
-    dim = (
-        next((d for d in range(len(boxes[0].shape)) if len({b.offset[d] for b in boxes}) > 1), 0)
-        if boxes
-        else 0
-    )
+    dims = range(len(boxes[0].shape)) if boxes else ()
+    dim = next((d for d in dims if len({b.offset[d] for b in boxes}) > 1), 0)
     for i in sorted(order, key=lambda i: boxes[i].offset[dim : dim + 1]):
         active = [j for j in active if not boxes[j].shape or boxes[j].end[dim] > boxes[i].offset[dim]]
         pairs += [(j, i) for j in active if boxes[j].intersect(boxes[i])]

@@ -373,9 +373,7 @@ def install_whole(todo: LoadTargets, small: Mapping[str, torch.Tensor]) -> None:
 
     def whole(what: str, restore: Callable[[Any], object], tree: Any) -> None:
         before = f" Restored before it: {', '.join(restored)}." if restored else ""
-        then = (
-            "Model and optimizer are as they were; what the object itself has changed by then stays changed."
-        )
+        then = "Model and optimizer are as they were; what the object has changed by then stays changed."
         _restore(what, restore, decode(tree, small.__getitem__), then + before)
         restored.append(what)
 

@@ -39,9 +39,7 @@ def rank_files(path: Path) -> list[Path]:
     if "*" in path.name:
         found = [file for file in path.parent.glob(path.name) if file.is_file()]
     else:
-        found = (
-            [file for pattern in ("*.pt", "*.pth") for file in path.glob(pattern)] if path.is_dir() else []
-        )
+        found = [file for pattern in ("*.pt", "*.pth") for file in path.glob(pattern)]
     found = [file for file in found if not file.name.endswith(xla.CONSOLIDATED)]
     ordered = sorted(found, key=_by_numbers)
     return ordered if ordered and "shard_metadata" in _content(ordered[0]) else []
@@ -135,9 +133,8 @@ def _fairscale(contents: Mapping[Path, Content], where: str) -> _Found:
                 raise CheckpointError(
                     f"{where}: {key} is not in the files of all ranks; are they files of one run?"
                 ) from error
-            layout = FlatLayout.of(
-                [(_under(path, n), s) for n, s in zip(info["names"], info["shapes"], strict=True)]
-            )
+            named = zip(info["names"], info["shapes"], strict=True)
+            layout = FlatLayout.of([(_under(path, name), shape) for name, shape in named])
             if sum(numels) != layout.numel:
                 raise CheckpointError(
                     f"{where}: the parts of {key} in {len(ranks)} files have {sum(numels)} elements, "
@@ -148,9 +145,8 @@ def _fairscale(contents: Mapping[Path, Content], where: str) -> _Found:
             source = _under(path, source)
             aliases[source] = (*aliases.get(source, ()), _under(path, name))
     model = ranks[0]["model"]
-    buffers = {
-        name: entry_of(first, name, model[name], 0) for name in described["buffer_names"] if name in model
-    }
+    names = [name for name in described["buffer_names"] if name in model]
+    buffers = {name: entry_of(first, name, model[name], 0) for name in names}
     return buffers, joined, aliases
 
 

@@ -18,7 +18,6 @@ bytes are verified like any others; copies of older checkpoints are removed.
 import json
 import os
 import shutil
-import socket
 import threading
 import uuid
 from contextlib import suppress
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from shardwright import clock
 from shardwright.checkpoint.format import MANIFEST
-from shardwright.checkpoint.storage import LATEST, LOCK, TORN, Held, Storage, Unpublished
+from shardwright.checkpoint.storage import LATEST, LOCK, TORN, Held, Storage, Unpublished, this_process
 from shardwright.checkpoint.url import ObjectStore, RemotePath, cached, forget
 from shardwright.errors import StorageError
 
@@ -80,11 +79,7 @@ class Lease:
                     self._store.remove(self._object)
 
     def _text(self) -> bytes:
-        said = {
-            "holder": f"pid {os.getpid()} on {socket.gethostname()}",
-            "token": self._token,
-            "beats": self._beats,
-        }
+        said = {"holder": this_process(), "token": self._token, "beats": self._beats}
         return json.dumps(said).encode()
 
     def _beat(self) -> None:

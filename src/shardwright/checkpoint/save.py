@@ -271,10 +271,8 @@ class _Save:
             if not part.owner
             for box, view in part.views()
         }
-        entries = {
-            key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[key]))
-            for key, p in snapshot.rng_parts.items()
-        }
+        rng = snapshot.rng_parts.items()
+        entries = {k: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[k])) for k, p in rng}
         return Written(file.name, nbytes, pieces, copies, snapshot.rng, entries)
 
     def _publish(self, snapshot: Snapshot, written: Sequence[Written], diverged: list[str]) -> None:

@@ -109,15 +109,9 @@ def write_shard(
     Raises:
         CheckpointError: the file can't be written, naming it and the tensor.
     """
-    items = sorted(
-        items, key=lambda item: -item.tensor.element_size()
-    )  # so that every piece is aligned to its items
-    text = header_of(
-        [
-            (i.name, DTYPE_NAME[i.tensor.dtype], i.box.shape, i.tensor.numel() * i.tensor.element_size())
-            for i in items
-        ]
-    )
+    # So that every piece is aligned to its items.
+    items = sorted(items, key=lambda item: -item.tensor.element_size())
+    text = header_of([(i.name, DTYPE_NAME[i.tensor.dtype], i.box.shape, i.tensor.nbytes) for i in items])
     at = len(text)
     pieces: dict[str, list[Piece]] = {}
     key = "the header"
@@ -133,10 +127,8 @@ def write_shard(
                 at += nbytes
             key = "the end"
             sink.finish()
-            if os.fstat(file.fileno()).st_size != at:
-                raise CheckpointError(
-                    f"{path}: has {os.fstat(file.fileno()).st_size} bytes, {at} were written"
-                )
+            if (size := os.fstat(file.fileno()).st_size) != at:
+                raise CheckpointError(f"{path}: has {size} bytes, {at} were written")
     except OSError as error:
         raise CheckpointError(f"{path}: can't write {key}: {error.strerror or error}") from error
     return pieces, at
@@ -249,10 +241,8 @@ def _described(file: str, base: int, name: str, info: dict[str, Any]) -> TensorE
     shape = checked_shape(info["shape"], f"the shape of {name!r}")
     piece = Piece(file, base + begin, end - begin, None, (0,) * len(shape), shape)
     entry = TensorEntry(shape, dtype, (piece,) if math.prod(shape) else ())
-    if entry.nbytes != end - begin:
-        raise ValueError(
-            f"{name!r} has {end - begin} bytes, expected {entry.nbytes} of {dtype} {list(shape)}"
-        )
+    if (found := end - begin) != entry.nbytes:
+        raise ValueError(f"{name!r} has {found} bytes, expected {entry.nbytes} of {dtype} {list(shape)}")
     return entry
 
 

@@ -104,12 +104,7 @@ def _weights_in(file: Path) -> dict[str, TensorEntry]:
 # ---- Hugging Face
 
 _INDEX = ".index.json"
-_USUAL = (
-    "model.safetensors",
-    f"model.safetensors{_INDEX}",
-    "pytorch_model.bin",
-    f"pytorch_model.bin{_INDEX}",
-)
+_USUAL = tuple(name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", _INDEX))
 
 
 def _weight_file(path: Path) -> Path | None:

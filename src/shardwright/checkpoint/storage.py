@@ -167,9 +167,7 @@ class FolderLock:
         # Of one length, in one write: whoever is refused reads a whole name, of this holder or the last. On a
         # full disk nobody reads it, and what is saved has its own error.
         with suppress(OSError):
-            os.write(
-                self._file, f"pid {os.getpid()} on {socket.gethostname()}".encode().ljust(_HOLDER_NBYTES)
-            )
+            os.write(self._file, this_process().encode().ljust(_HOLDER_NBYTES))
 
     def check(self) -> None:
         """Nothing: the kernel gives nobody else a lock that is held."""
@@ -196,6 +194,11 @@ def _opened(file: Path) -> int:
         os.close(found)
         raise
     return found
+
+
+def this_process() -> str:
+    """What a lock's holder is called."""
+    return f"pid {os.getpid()} on {socket.gethostname()}"
 
 
 def holder(path: Path) -> str:

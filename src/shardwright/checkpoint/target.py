@@ -205,10 +205,9 @@ class LoadTargets:
                     self.match_flat_state(p, group, trees)
                 else:
                     self.match_param_state(p, group, keys_in(trees[0]), trees[0])
-        if len(saved["groups"]) != len(optimizer.param_groups):
-            self.problems.append(
-                f"{len(saved['groups'])} optimizer groups saved, {len(optimizer.param_groups)} expected"
-            )
+        number, expected = len(saved["groups"]), len(optimizer.param_groups)
+        if number != expected:
+            self.problems.append(f"{number} optimizer groups saved, {expected} expected")
 
     def match_param_state(
         self, p: torch.Tensor, group: Mapping[str, Any], keys: Iterable[str], tree: Any = None
@@ -266,10 +265,8 @@ class LoadTargets:
             )
             return
         prefixes = [f"optimizer/{name}/" for name in names]
-        kept = [
-            json.dumps(tree).replace(json.dumps(at)[1:-1], "")
-            for at, tree in zip(prefixes, trees, strict=True)
-        ]
+        of_each = zip(prefixes, trees, strict=True)
+        kept = [json.dumps(tree).replace(json.dumps(at)[1:-1], "") for at, tree in of_each]
         if len(set(kept)) > 1:
             other = next(i for i, tree in enumerate(kept) if tree != kept[0])
             self.problems.append(

@@ -50,9 +50,7 @@ def encode(
                 f"({', '.join(found.inner)}), or pass its optimizer as optimizer="
             )
         apart[path] = found
-        inner = {
-            name: {"$tensor": put(part, f"{path}.{name}", tensors)} for name, part in found.inner.items()
-        }
+        inner = {key: {"$tensor": put(part, f"{path}.{key}", tensors)} for key, part in found.inner.items()}
         return {"$subclass": path, "kind": found.kind, "of": inner}
     if isinstance(value, np.ndarray):
         try:

@@ -9,12 +9,7 @@ import torch.distributed as dist
 
 from shardwright.cli.arguments.bench import check_out
 from shardwright.plan.cluster import Cluster
-from shardwright.plan.measure import (
-    measured_device,
-    measured_hosts,
-    measured_links,
-    of_first_rank,
-)
+from shardwright.plan.measure import measured_device, measured_hosts, measured_links, of_first_rank
 
 
 def run(known: argparse.Namespace) -> int:
@@ -23,17 +18,13 @@ def run(known: argparse.Namespace) -> int:
     before = of_first_rank(lambda: _before(path, known.what))
     if known.what == "compute":
         device, constants = measured_device(getattr(torch, known.dtype))
-        found = (
-            measured_hosts(device, constants)
-            if before is None
-            else replace(
-                before,
-                device=replace(device, link_bandwidth=before.device.link_bandwidth),
-                constants=replace(
-                    constants, hop_s=before.constants.hop_s, contention=before.constants.contention
-                ),
-            )
-        )
+        if before is None:
+            found = measured_hosts(device, constants)
+        else:
+            links = before.constants
+            device = replace(device, link_bandwidth=before.device.link_bandwidth)
+            constants = replace(constants, hop_s=links.hop_s, contention=links.contention)
+            found = replace(before, device=device, constants=constants)
     else:
         assert before is not None
         found = measured_links(before.device, before.constants)

@@ -34,11 +34,8 @@ def run(known: argparse.Namespace) -> int:
             print(as_json or page(found, troubles, check.passed_s), flush=True)
         verdict = check.share_verdict(troubles)
     except (CommError, RuntimeError) as error:  # the second one: the store's own
-        print(
-            f"shardwright preflight: rank {rank} on {socket.gethostname()}: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"shardwright preflight: rank {rank} on {socket.gethostname()}: {error}"
+        print(said, file=sys.stderr, flush=True)
         # Who leaves now takes the other ranks of its launcher along, before they have said anything.
         clock.sleep(max(known.seconds - check.passed_s, 0.0) if "TORCHELASTIC_RUN_ID" in os.environ else 0.0)
         return 1
@@ -57,9 +54,5 @@ def _measure(path: Path, dtype: str, world: int, seconds: float, *, quiet: bool)
     found = measured_cluster(path, getattr(torch, dtype))
     if int(os.environ.get("RANK", "0")) == 0:
         found.save(path)
-        print(
-            "" if quiet else told(found) + "\n",
-            f"written: {path}",
-            sep="",
-            file=sys.stderr if quiet else None,
-        )
+        lines = [f"written: {path}"] if quiet else [told(found), f"written: {path}"]
+        print(*lines, sep="\n", file=sys.stderr if quiet else None)

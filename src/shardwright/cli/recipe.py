@@ -33,9 +33,8 @@ def run(known: argparse.Namespace) -> int:
     if known.name is not None:
         text = texts.get(known.name.removesuffix(".toml"))
         if text is None:
-            raise ConfigError(
-                f"no recipe {known.name!r} comes with the package; there is: {', '.join(texts)}"
-            )
+            names = ", ".join(texts)
+            raise ConfigError(f"no recipe {known.name!r} comes with the package; there is: {names}")
         print(text, end="")
         return 0
     abouts = {name: _about(text) for name, text in texts.items()}

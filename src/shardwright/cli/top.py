@@ -59,21 +59,18 @@ def run(known: argparse.Namespace) -> int:
                 found = exchange.call(_ANSWER_S)
                 if clock.monotonic() > booked_s + _BOOK_S:
                     ledger, booked_s = ledger_of(exchange), clock.monotonic()
-                text = (
-                    f"{status(found, WatchPolicy())}\n\n{_lost(ledger, _late(known.job, exchange))}".rstrip()
-                )
+                late = _late(known.job, exchange)
+                text = f"{status(found, WatchPolicy())}\n\n{_lost(ledger, late)}".rstrip()
                 if known.json:
-                    print(_object(found, ledger, _late(known.job, exchange)), flush=True)
+                    print(_object(found, ledger, late), flush=True)
                 elif screen is not None:
                     screen.update(Text(text), refresh=True)
                 else:
                     console.print(text, markup=False)
                 if known.once:
                     return 0
-                if (
-                    len(exchange.ended(range(found.world)) | {note.rank for note in found.notes})
-                    == found.world
-                ):
+                gone = exchange.ended(range(found.world)) | {note.rank for note in found.notes}
+                if len(gone) == found.world:
                     break
                 clock.sleep(_PAUSE_S)
     except KeyboardInterrupt:

@@ -32,7 +32,6 @@ def add_commands(commands: Any) -> None:
         "Print text that a trained or fine-tuned model writes.",
         'shardwright sample runs/quickstart --prompt "def main("',
     )
-    sample.add_argument("run", metavar="RUN", help=_RUN)
     sample.add_argument("--prompt", help="text to continue (default: the recipe's)")
     sample.add_argument(
         "--num-bytes",
@@ -40,14 +39,12 @@ def add_commands(commands: Any) -> None:
         type=at_least_1,
         help="bytes, or tokens, to write (default: the recipe's)",
     )
-    sample.set_defaults(call=work("afterwards", _check))
     chat = add_verb(
         commands,
         "chat",
         "Talk with a fine-tuned model in the terminal, or with one question per line of standard input.",
         'shardwright chat runs/finetune-qlora --system "Answer in one sentence."',
     )
-    chat.add_argument("run", metavar="RUN", help=_TUNED)
     chat.add_argument("--system", default="", metavar="TEXT", help="the system message")
     chat.add_argument(
         "--num-tokens",
@@ -56,11 +53,8 @@ def add_commands(commands: Any) -> None:
         default=512,
         help="of an answer, at most (default: 512)",
     )
-    chat.set_defaults(call=work("afterwards", _check))
     for verb in (sample, chat):
-        verb.add_argument(
-            "--temperature", type=_temperature, help="0: always the likeliest (default: the recipe's)"
-        )
+        verb.add_argument("--temperature", type=_temperature, help="0: the likeliest (default: the recipe's)")
         verb.add_argument("--seed", type=_seed, default=1, help="of what is drawn at random (default: 1)")
     export = add_verb(
         commands,
@@ -68,18 +62,17 @@ def add_commands(commands: Any) -> None:
         "Write a trained model as transformers reads it, or the adapter of a run as peft reads it.",
         "shardwright export runs/quickstart models/quickstart",
     )
-    export.add_argument("run", metavar="RUN", help=_RUN)
-    export.add_argument("folder", metavar="FOLDER", help="where to; must not exist yet")
-    export.set_defaults(call=work("afterwards", _check))
     merge = add_verb(
         commands,
         "merge",
         "Add a run's adapter to its base, and write the whole model as transformers saves it.",
         "shardwright merge runs/finetune-qlora models/merged",
     )
-    merge.add_argument("run", metavar="RUN", help=_TUNED)
+    for verb, run in ((sample, _RUN), (chat, _TUNED), (export, _RUN), (merge, _TUNED)):
+        verb.add_argument("run", metavar="RUN", help=run)
+        verb.set_defaults(call=work("afterwards", _check))
+    export.add_argument("folder", metavar="FOLDER", help="where to; must not exist yet")
     merge.add_argument("out", metavar="OUT", help="where to; must not exist yet")
-    merge.set_defaults(call=work("afterwards", _check))
     for verb in (sample, chat, merge):
         verb.add_argument("--build", metavar="MODULE:FUNCTION", default="", help=_BUILD)
     for verb in (chat, merge):

@@ -39,15 +39,9 @@ def add_commands(commands: Any) -> None:
         nargs="?",
         help="a folder of Hugging Face or its config.json, a recipe or its name, or a row of --models",
     )
-    plan.add_argument(
-        "--sequence", type=int, metavar="TOKENS", help=f"tokens in a sequence (default {SEQUENCE})"
-    )
-    plan.add_argument(
-        "--batch", type=int, metavar="ROWS", help=f"sequences in a microbatch on one rank (default {ROWS})"
-    )
-    plan.add_argument(
-        "--trace", action="store_true", help="a folder's model itself, by transformers (extra hf)"
-    )
+    plan.add_argument("--sequence", type=int, metavar="TOKENS", help=f"of a sequence (default {SEQUENCE})")
+    plan.add_argument("--batch", type=int, metavar="ROWS", help=f"of a rank's microbatch (default {ROWS})")
+    plan.add_argument("--trace", action="store_true", help="a folder's model, by transformers (extra hf)")
     plan.add_argument("--models", metavar="CSV", help="a model's architecture in each row")
     where = plan.add_argument_group("the cluster")
     where.add_argument("--device", metavar="NAME", help="of the library of devices, as H100")
@@ -59,18 +53,12 @@ def add_commands(commands: Any) -> None:
     asked.add_argument("--largest", choices=("batch", "sequence"), help="the largest that fits")
     asked.add_argument("--fewest", choices=("ranks",), help="the fewest devices that it fits on")
     asked.add_argument("--savings", action="store_true", help="what each lever of --search frees by itself")
-    asked.add_argument(
-        "--budget", type=float, metavar="GIB", help="of each device; default: all but a reserve"
-    )
+    asked.add_argument("--budget", type=float, metavar="GIB", help="of a device; default: all but a reserve")
     asked.add_argument("--tokens", type=float, metavar="N", help="to train on, as 15e12 (default 1e9)")
-    asked.add_argument(
-        "--price", type=float, metavar="PER_HOUR", help="of a device, for what the tokens cost"
-    )
+    asked.add_argument("--price", type=float, metavar="PER_HOUR", help="of a device, to price the tokens")
     asked.add_argument("--runs", metavar="CSV", help="a run in each row (docs/plan.md)")
     shown = plan.add_argument_group("output")
-    shown.add_argument(
-        "--json", action="store_true", help="print the answer as an object, in bytes and seconds"
-    )
+    shown.add_argument("--json", action="store_true", help="print one object, in bytes and seconds")
     shown.add_argument("--draw", metavar="FILE", help="a step's timeline above its memory: .html, .png, .svg")
     shown.add_argument("--out", metavar="FILE", help="the plan (TOML); with --runs: the predictions (CSV)")
     plan.set_defaults(call=work("plan", _check))
@@ -109,9 +97,8 @@ def _check_model(known: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} must be more than 0, got {value}")
     asked = [name for name in ("search", "largest", "fewest", "savings") if getattr(known, name)]
     if len(asked) > 1 or (known.out is not None and asked not in ([], ["search"])):
-        raise ConfigError(
-            f"--{asked[0]} goes with none of --{', --'.join([*asked[1:], 'out'])}: ask one by one"
-        )
+        others = ", --".join([*asked[1:], "out"])
+        raise ConfigError(f"--{asked[0]} goes with none of --{others}: ask one by one")
     given = asked + [name for name in ("draw", "out") if getattr(known, name)]
     if len(known.runtime or []) > 1 and given:
         raise ConfigError(f"--{given[0]} is of one --runtime: give --runtime once")

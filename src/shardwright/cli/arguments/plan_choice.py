@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--param-dtype", choices=DTYPES, help="that is computed with (default bfloat16)")
     group.add_argument("--reduce-dtype", choices=DTYPES, help="of sums of gradients (default float32)")
-    group.add_argument(
-        "--offload", choices=get_args(Offload), help="what is on the host at rest (default none)"
-    )
+    group.add_argument("--offload", choices=get_args(Offload), help="on the host at rest (default none)")
     group.add_argument(
         "--recompute", type=float, metavar="SHARE", help="of the blocks, in the backward: 0 to 1 (default 0)"
     )

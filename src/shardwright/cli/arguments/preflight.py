@@ -26,9 +26,7 @@ def add_commands(commands: Any) -> None:
     )
     preflight.add_argument("--folder", default=".", help="what all hosts share, where runs are to be kept")
     preflight.add_argument("--seconds", type=float, default=10.0, help="it takes at most (default 10)")
-    preflight.add_argument(
-        "--out", metavar="FILE", help="measure the cluster as well, into this file for plans"
-    )
+    preflight.add_argument("--out", metavar="FILE", help="measure the cluster, too, into this file for plans")
     preflight.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of what is measured")
     preflight.add_argument("--json", action="store_true", help="print all that was found out as one object")
     preflight.set_defaults(call=work("preflight", _check))

@@ -29,9 +29,7 @@ def add_commands(commands: Any) -> None:
         "running job's store: HOST:PORT (a rank's MASTER_ADDR:MASTER_PORT), or the path of its file",
     )
     trace.add_argument("--out", metavar="FOLDER", required=True, help="where to write; it is made")
-    trace.add_argument(
-        "--steps", type=at_least_1, default=1, help="how many of the last whole steps (default: 1)"
-    )
+    trace.add_argument("--steps", type=at_least_1, default=1, help="of the last whole steps (default: 1)")
     trace.add_argument("--plan", metavar="FILE", help="a plan of this run, to be drawn above it")
     trace.set_defaults(call=work("trace", _check))
 
