@@ -9,7 +9,7 @@ import io
 import pickle
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -22,6 +22,7 @@ from shardwright.files import is_size, open_regular, opened, reading
 from shardwright.torch_private import DCP_CLASSES, DCP_LAYOUT, DCP_PLACE
 
 METADATA = ".metadata"
+_WHAT = "metadata of torch.distributed.checkpoint"
 _MODULES = {metadata.__name__, filesystem.__name__, "pathlib", "pathlib._local"}
 _CLASSES = {
     "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
@@ -79,20 +80,28 @@ def _fields(record: Any, kind: str, **kinds: type) -> list[Any]:
     return [state[name] for name in kinds]
 
 
+def dcp_items(path: Path) -> dict[str, list[tuple[int, int, str]]]:
+    """What lies in each file of the folder ``path``, objects beside the tensors, too: the first byte, the
+    number of bytes, and the name. Raises: CheckpointError for what is no such metadata."""
+    items: dict[str, list[tuple[int, int, str]]] = {}
+    with opened(path / METADATA, _WHAT) as file:
+        for index, info in _loaded(file)[1].items():
+            (name,) = _fields(index, "MetadataIndex", fqn=str)
+            place, start, length = _place(name, info)
+            items.setdefault(place, []).append((start, length, name))
+    return items
+
+
 def dcp_entries(path: Path, prefix_of: Callable[[Collection[str]], str]) -> dict[str, TensorEntry]:
     """The tensors of the folder ``path`` whose names begin with what ``prefix_of`` gives for all names.
 
     Raises:
         CheckpointError: not readable, or a file or an item of one is missing or of another kind.
     """
-    with opened(path / METADATA, "metadata of torch.distributed.checkpoint") as file:
-        described = _Unpickler(file).load()
-        tensors, stored = _fields(described, "Metadata", state_dict_metadata=dict, storage_data=dict)
-        shapes = {
-            str(key): _described(str(key), value)
-            for key, value in tensors.items()
-            if type(value).__name__ != "BytesStorageMetadata"
-        }
+    with opened(path / METADATA, _WHAT) as file:
+        tensors, stored = _loaded(file)
+        named = {str(key): value for key, value in tensors.items()}
+        shapes = {k: _described(k, v) for k, v in named.items() if type(v).__name__ != "BytesStorageMetadata"}
         prefix = prefix_of(shapes)
         wanted = {key: described for key, described in shapes.items() if key.startswith(prefix)}
         pieces: dict[str, list[Piece]] = {key: [] for key in wanted}
@@ -103,6 +112,11 @@ def dcp_entries(path: Path, prefix_of: Callable[[Collection[str]], str]) -> dict
                 at = checked_shape(list(offset), f"the offset of a piece of {name!r}")
                 pieces[name].append(_piece(path, name, wanted[name][1], at, info))
     return {key: TensorEntry(*wanted[key], tuple(found)) for key, found in pieces.items()}
+
+
+def _loaded(file: BinaryIO) -> list[Any]:
+    """What is said of each name, and where each of its parts is stored."""
+    return _fields(_Unpickler(file).load(), "Metadata", state_dict_metadata=dict, storage_data=dict)
 
 
 def _described(key: str, value: Any) -> tuple[tuple[int, ...], str]:
@@ -118,20 +132,24 @@ def _described(key: str, value: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _piece(path: Path, key: str, dtype: str, offset: tuple[int, ...], info: Any) -> Piece:
-    name, start, length = _fields(info, DCP_PLACE, relative_path=str, offset=int, length=int)
+    name, start, length = _place(key, info)
     if info.state.get("transform_descriptors"):
         raise CheckpointError(f"{path}: {key} is stored compressed; save it without stream extensions")
-    if not is_size(start) or not is_size(length) or Path(name).name != name:
-        raise ValueError(f"{key!r} is at {start}+{length} of {name!r}, expected bytes of a file beside it")
     file_path = path / name
     with reading(f"{file_path}: {key}", "readable"), open(open_regular(file_path), "rb") as file:
         tensor = fake_load(_Slice(file, start, length), f"{file_path}: {key}")
         piece = piece_of(file_path, key, tensor, start, offset)
-    if DTYPE_NAME[tensor.dtype] != dtype:
-        raise CheckpointError(
-            f"{file_path}: {key} is {DTYPE_NAME[tensor.dtype]}, by {METADATA} it is {dtype}"
-        )
+    if (found := DTYPE_NAME[tensor.dtype]) != dtype:
+        raise CheckpointError(f"{file_path}: {key} is {found}, by {METADATA} it is {dtype}")
     return piece
+
+
+def _place(key: str, info: Any) -> tuple[str, int, int]:
+    """The file, and which of its bytes."""
+    name, start, length = _fields(info, DCP_PLACE, relative_path=str, offset=int, length=int)
+    if not is_size(start) or not is_size(length) or Path(name).name != name:
+        raise ValueError(f"{key!r} is at {start}+{length} of {name!r}, expected bytes of a file beside it")
+    return name, start, length
 
 
 class _Slice(io.RawIOBase):

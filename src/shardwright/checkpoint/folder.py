@@ -126,17 +126,19 @@ def _misnamed(manifest: Manifest, folder: Location) -> str:
 
 def check_files(manifest: Manifest, folder: Location) -> None:
     """Raise CheckpointError unless each file of the manifest is in ``folder``, and has its size."""
+    if faults := file_faults(manifest, folder):
+        raise CheckpointError("the checkpoint is incomplete: " + "; ".join(faults))
+
+
+def file_faults(manifest: Manifest, folder: Location) -> list[str]:
+    """Which files of the manifest are not in ``folder``, or have another size."""
     sizes: Mapping[str, int] = storage_of(folder).sizes(folder)
     faults = []
     for name, size in manifest.files.items():
-        if name not in sizes:
-            faults.append(f"{folder / name} is missing (it holds {_held(manifest, name)})")
-        elif sizes[name] != size:
-            faults.append(
-                f"{folder / name} has {sizes[name]} bytes, expected {size} (it holds {_held(manifest, name)})"
-            )
-    if faults:
-        raise CheckpointError("the checkpoint is incomplete: " + "; ".join(faults))
+        if sizes.get(name) != size:
+            found = f"has {sizes[name]} bytes, expected {size}" if name in sizes else "is missing"
+            faults.append(f"{folder / name} {found} (it holds {_held(manifest, name)})")
+    return faults
 
 
 def is_complete(folder: Location) -> bool:

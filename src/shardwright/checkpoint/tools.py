@@ -9,8 +9,8 @@ CheckpointError.
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from shardwright.checkpoint.folder import published, step_folder
-from shardwright.checkpoint.format import Box, Manifest, TensorEntry
+from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry
 from shardwright.checkpoint.live import Whole
 from shardwright.checkpoint.rankfiles import write_rank_files
 from shardwright.checkpoint.save import save
+from shardwright.checkpoint.seal import SEAL, UNNAMED, find_seal, write_seal
 from shardwright.checkpoint.shardfile import (
     DTYPE_NAME,
     TORCH_DTYPE,
@@ -106,9 +107,9 @@ class Verification:
 
     Attributes:
         path: the checkpoint's folder.
-        num_tensors: how many tensors it has.
-        nbytes: their bytes.
-        num_unchecked: pieces that have no checksum, as in formats of others.
+        num_tensors: how many tensors it has; of a sealed folder, objects beside them count, too.
+        nbytes: their bytes; of a sealed folder, of all files.
+        num_unchecked: pieces that have no checksum, as in formats of others that aren't sealed.
         faults: every damaged piece, with file, tensor and bytes.
     """
 
@@ -166,15 +167,13 @@ def inspect(path: str | Path, *, values: bool = True) -> Inspection:
     source = open_checkpoint(path)
     with Reader(source.folder) as reader:
         tensors = tuple(_info(reader, k, e, values) for k, e in sorted(source.manifest.tensors.items()))
-    suspicious = [
+    odd = [
         f"{t.key}: " + (f"{t.num_nan} NaN" if t.num_nan else f"all elements are {t.constant}")
         for t in tensors
         if t.num_nan or (t.constant and t.key.startswith("model/") and len(t.shape) > 1)
     ]
     m = source.manifest
-    return Inspection(
-        source.folder, m.step, tensors, m.files, m.written_by, source.skipped, tuple(suspicious)
-    )
+    return Inspection(source.folder, m.step, tensors, m.files, m.written_by, source.skipped, tuple(odd))
 
 
 def verify(path: str | Path, *, progress: Progress | None = None) -> Verification:
@@ -182,7 +181,8 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
     read; it finds all damage, not only the first. One process.
 
     Args:
-        path: whatever ``load`` takes. What is under a URL is copied to this host anew.
+        path: whatever ``load`` takes, or a folder that was sealed. What is under a URL is copied to this host
+            anew.
         progress: called with the bytes done and the bytes in all.
 
     Returns:
@@ -193,8 +193,8 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
         InputError: the URL is of an unknown kind.
         MissingExtra: the package for this kind of URL isn't installed.
     """
-    source = open_checkpoint(path)
-    manifest, faults = source.manifest, []
+    source, faults = find_seal(location_of(path)) or (open_checkpoint(path), [])
+    manifest, damaged = source.manifest, list[tuple[str, Piece]]()
     num_unchecked = done = 0
     with Reader(source.folder) as reader:
         reader.forget()
@@ -208,16 +208,67 @@ def verify(path: str | Path, *, progress: Progress | None = None) -> Verificatio
                     continue
                 try:
                     if crc_of(key, entry, piece, piece.box) != piece.crc32:
-                        faults.append(
-                            f"{piece.file}: {key} is damaged "
-                            f"(bytes {piece.start} to {piece.start + piece.nbytes})"
-                        )
+                        damaged.append((key, piece))
                 except CheckpointError as error:
                     faults.append(str(error))
                 done += piece.nbytes
                 if progress:
                     progress(done, manifest.nbytes)
-    return Verification(source.folder, len(manifest.tensors), manifest.nbytes, num_unchecked, tuple(faults))
+    faults = tuple(dict.fromkeys([*faults, *_runs(damaged)]))
+    num_tensors = len(manifest.tensors.keys() - {UNNAMED})
+    return Verification(source.folder, num_tensors, manifest.nbytes, num_unchecked, faults)
+
+
+def _runs(damaged: Iterable[tuple[str, Piece]]) -> list[str]:
+    """Which bytes of which files are damaged: a line for those of one tensor that lie together."""
+    runs: list[tuple[str, str, int, int]] = []
+    for key, piece in damaged:
+        start, end = piece.start, piece.start + piece.nbytes
+        if runs and runs[-1][:2] == (piece.file, key) and runs[-1][3] == start:
+            start = runs.pop()[2]
+        runs.append((piece.file, key, start, end))
+    return [f"{file}: {key} is damaged (bytes {start} to {end})" for file, key, start, end in runs]
+
+
+def seal(path: str | Path, *, progress: Progress | None = None) -> bool:
+    """Store the checksums of a folder that another program wrote, as ``torch.distributed.checkpoint``: from
+    then on ``verify`` finds each byte that changes. One process.
+
+    They are in one file, ``shardwright-seal.json``, which loaders pass by; the folder's own files are only
+    read. To seal a folder again that was changed on purpose, remove that file.
+
+    Args:
+        path: a local folder of files, without folders in it.
+        progress: called with the bytes done and the bytes in all.
+
+    Returns:
+        Whether it was sealed now: False for a folder that was sealed before and is as it was then.
+
+    Raises:
+        CheckpointError: nothing was written: it has changed since it was sealed, can't be read or written,
+            is incomplete, holds what is no file, or is a checkpoint with checksums of its own.
+        InputError: the path is a URL.
+
+    Examples:
+        >>> from torch.distributed.checkpoint import save
+        >>> from shardwright.checkpoint.tools import seal, verify
+        >>> _ = save({"weight": torch.ones(3)}, checkpoint_id="saved", no_dist=True)
+        >>> seal("saved"), seal("saved")
+        (True, False)
+        >>> verify("saved").faults
+        ()
+    """
+    folder = local_only(path, "a seal is written into")
+    if find_seal(folder) is None:
+        write_seal(folder, progress)
+        return True
+    if faults := verify(folder, progress=progress).faults:
+        listed = "\n  ".join(faults)
+        raise CheckpointError(
+            f"{folder} has changed since it was sealed; if that was meant, remove its {SEAL} and seal it "
+            f"again:\n  {listed}"
+        )
+    return False
 
 
 def diff(a: str | Path, b: str | Path) -> Difference:
@@ -240,22 +291,15 @@ def diff(a: str | Path, b: str | Path) -> Difference:
     changed, both = {}, sorted(keys[0] & keys[1])
     with Reader(left.folder) as reader_a, Reader(right.folder) as reader_b:
         for key in both:
-            change = _change(
-                key, (reader_a, left.manifest.tensors[key]), (reader_b, right.manifest.tensors[key])
-            )
-            if change:
+            entry_a, entry_b = left.manifest.tensors[key], right.manifest.tensors[key]
+            if change := _change(key, (reader_a, entry_a), (reader_b, entry_b)):
                 changed[key] = change
     states = [_small_state(source.manifest) for source in (left, right)]
     state = sorted(k for k in {*states[0], *states[1]} if states[0].get(k) != states[1].get(k))
     if left.manifest.step != right.manifest.step:
         state.insert(0, f"step ({left.manifest.step}, {right.manifest.step})")
-    return Difference(
-        tuple(sorted(keys[0] - keys[1])),
-        tuple(sorted(keys[1] - keys[0])),
-        changed,
-        tuple(state),
-        len(both) - len(changed),
-    )
+    only_a, only_b = (tuple(sorted(keys[i] - keys[1 - i])) for i in (0, 1))
+    return Difference(only_a, only_b, changed, tuple(state), len(both) - len(changed))
 
 
 def consolidate(
@@ -360,8 +404,7 @@ def open_checkpoint(path: str | Path) -> Source:
         InputError: the URL is of an unknown kind.
     """
     folder, skipped = locate(location_of(path))
-    source = open_source(folder)
-    return Source(source.folder, source.manifest, skipped)
+    return replace(open_source(folder), skipped=skipped)
 
 
 def _info(reader: Reader, key: str, entry: TensorEntry, values: bool) -> TensorInfo:
@@ -380,10 +423,8 @@ def _info(reader: Reader, key: str, entry: TensorEntry, values: bool) -> TensorI
 
 def _small_state(manifest: Manifest) -> dict[str, Any]:
     """What training goes on with; not which save of its folder it was."""
-    state = {kind: values for kind, values in manifest.state.items() if kind != "line"}
-    return {
-        f"{kind}/{k}": v for kind in state if isinstance(state[kind], dict) for k, v in state[kind].items()
-    }
+    state = {k: v for k, v in manifest.state.items() if k != "line" and isinstance(v, dict)}
+    return {f"{kind}/{k}": v for kind, values in state.items() for k, v in values.items()}
 
 
 def _change(key: str, a: tuple[Reader, TensorEntry], b: tuple[Reader, TensorEntry]) -> str:

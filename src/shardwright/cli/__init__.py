@@ -37,9 +37,7 @@ SECTIONS = {
     "afterwards": {
         "sample": Verb("arguments.afterwards", "print text that a trained model writes"),
         "chat": Verb("arguments.afterwards", "talk with a fine-tuned model"),
-        "export": Verb(
-            "arguments.afterwards", "write a trained model, or adapter, for transformers and peft"
-        ),
+        "export": Verb("arguments.afterwards", "write a trained model or adapter, for transformers and peft"),
         "merge": Verb("arguments.afterwards", "add a run's adapter to its base, as a whole model"),
     },
     "plan": {
@@ -48,16 +46,12 @@ SECTIONS = {
     },
     "look": {
         "top": Verb("arguments.top", "show what the ranks of a running job wait for, or do"),
-        "trace": Verb(
-            "arguments.trace", "draw the last steps of all ranks: which rank waited for which, and why"
-        ),
+        "trace": Verb("arguments.trace", "draw the last steps of all ranks: which waited for which, and why"),
     },
     "check": {
-        "preflight": Verb(
-            "arguments.preflight", "find out in ten seconds whether a job can train on these hosts"
-        ),
+        "preflight": Verb("arguments.preflight", "find out in ten seconds if a job can train on these hosts"),
         "checkpoint": Verb(
-            "arguments.checkpoint", "inspect, verify, diff, convert or consolidate checkpoints"
+            "arguments.checkpoint", "inspect, verify, seal, diff, convert or consolidate checkpoints"
         ),
     },
     "set up": {

@@ -29,6 +29,11 @@ def run(known: argparse.Namespace) -> int:
         return 0
     if known.verb == "consolidate":
         return _consolidate(console, known)
+    if known.verb == "seal":
+        with _bar("sealing") as advance:
+            is_new = tools.seal(known.path, progress=advance)
+        _lines(console, [f"{known.path}: " + ("sealed" if is_new else "sealed before, nothing has changed")])
+        return 0
     found = _find(known)
     if known.json:
         print(as_json(found))
@@ -82,11 +87,10 @@ def _inspect(console: Console, found: tools.Inspection) -> int:
 
 def _verify(console: Console, found: tools.Verification) -> int:
     _lines(console, found.faults)
-    unchecked = f", {found.num_unchecked} piece(s) have no checksum" if found.num_unchecked else ""
-    console.print(
-        f"{found.path}: {found.num_tensors} tensors, {found.nbytes:,} bytes, "
-        f"{len(found.faults)} fault(s){unchecked}"
-    )
+    line = f"{found.path}: {found.num_tensors} tensors, {found.nbytes:,} bytes, {len(found.faults)} fault(s)"
+    if found.num_unchecked:
+        line += f", {found.num_unchecked} piece(s) have no checksum (shardwright checkpoint seal writes them)"
+    _lines(console, [line])
     return found.exit_code
 
 

@@ -2,13 +2,15 @@
 
     shardwright checkpoint inspect PATH [--no-values] [--json]
     shardwright checkpoint verify PATH [--json]
+    shardwright checkpoint seal FOLDER
     shardwright checkpoint diff A B [--json]
     shardwright checkpoint consolidate PATH OUT [--dtype bfloat16] [--max-file-bytes N] [--tied-copies]
     shardwright checkpoint convert SRC DST --to FORMAT [--ranks N]
     shardwright checkpoint consolidate --ckpt-prefix PREFIX [--ckpt-suffix SUFFIX] [--save-path FILE]
 
 The last one joins the per-rank files of XlaFullyShardedDataParallel, optimizer state included.
-PATH is one checkpoint, a folder of them (then its latest complete one), or one that others wrote.
+PATH is one checkpoint, a folder of them (then its latest complete one), or one that others wrote; FOLDER is
+one of the last kind, for verify to find what changes in it from now on.
 Exit codes for scripts: 0 all is well, 1 it is not (damage, differences, NaNs, or it can't be opened).
 """
 
@@ -32,13 +34,13 @@ def add_commands(commands: Any) -> None:
     parser = add_verb(
         commands,
         "checkpoint",
-        f"Inspect, verify, diff, convert or consolidate checkpoints. {_CODES}",
+        f"Inspect, verify, seal, diff, convert or consolidate checkpoints. {_CODES}",
         "shardwright checkpoint verify runs/quickstart/checkpoint",
         "shardwright checkpoint verify --help",
     )
     parser.set_defaults(call=work("checkpoint", _check))
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for add in (_add_inspect, _add_verify, _add_diff, _add_convert, _add_consolidate):
+    for add in (_add_inspect, _add_verify, _add_seal, _add_diff, _add_convert, _add_consolidate):
         add(verbs)
 
 
@@ -67,6 +69,18 @@ def _add_verify(verbs: Any) -> None:
     verify.add_argument("--json", action="store_true", help=_JSON)
 
 
+def _add_seal(verbs: Any) -> None:
+    seal = add_verb(
+        verbs,
+        "seal",
+        "Store the checksums of a folder of torch.distributed.checkpoint, or of any other files, in one file "
+        f"beside them, so that verify finds every byte that changes. {_CODES}",
+        "shardwright checkpoint seal saved/step-100",
+        purpose="store checksums of a folder that torch saved, for verify",
+    )
+    seal.add_argument("path", metavar="FOLDER", help="its files are only read")
+
+
 def _add_diff(verbs: Any) -> None:
     diff = add_verb(
         verbs,
@@ -91,9 +105,7 @@ def _add_convert(verbs: Any) -> None:
     convert.add_argument("src", metavar="SRC", help=_PATH)
     convert.add_argument("dst", metavar="DST", help="a folder, or a file for torch, that doesn't exist yet")
     convert.add_argument("--to", required=True, choices=FORMATS)
-    convert.add_argument(
-        "--ranks", type=at_least_1, default=1, help="number of per-rank files (fairscale, xla)"
-    )
+    convert.add_argument("--ranks", type=at_least_1, default=1, help="of per-rank files (fairscale, xla)")
 
 
 def _add_consolidate(verbs: Any) -> None:
@@ -119,9 +131,8 @@ def _add_consolidate(verbs: Any) -> None:
 
 def _check(known: argparse.Namespace) -> None:
     given = vars(known)
-    if known.verb == "consolidate" and (
-        known.out is None if known.ckpt_prefix is None else known.path is not None
-    ):
+    joins = given.get("ckpt_prefix") is not None
+    if known.verb == "consolidate" and (known.path is not None if joins else known.out is None):
         raise ConfigError("consolidate takes PATH OUT, or --ckpt-prefix PREFIX for per-rank files")
     for name in ("path", "a", "b", "src"):
         path = given.get(name)
