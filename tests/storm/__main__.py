@@ -1,8 +1,9 @@
 """Nights of random faults, each of one seed.
 
 python -m tests.storm steps --seed 17      that night, with its history
-python -m tests.storm steps --seconds 60   fresh seeds; prints those whose night breaks a promise
-python -m tests.storm steps --count 100    so many of them
+python -m tests.storm disk --seconds 60    fresh seeds; prints those whose night breaks a promise
+python -m tests.storm engine --count 100   so many of them
+python -m tests.storm                      all depths, a third of the seconds each
 """
 
 import argparse
@@ -12,7 +13,7 @@ from random import SystemRandom
 from typing import NamedTuple
 
 from shardwright import clock
-from tests.storm import weather
+from tests.storm import checkpoints, nights, weather
 
 
 class Depth(NamedTuple):
@@ -27,7 +28,28 @@ def _steps(seed: int, history: list[str] | None) -> int:
     return max(rank.num_settled for rank in weather.night(seed, history).ranks)
 
 
-DEPTHS = {"steps": Depth("followers, schedules and consensus, on simulated groups and transports", _steps)}
+def _engine(seed: int, history: list[str] | None) -> int:
+    night = nights.Night(nights.drawn(seed))
+    try:
+        night.run()
+    finally:
+        if history is not None:
+            history.append(nights.told(night.history))
+    return night.steps
+
+
+def _disk(seed: int, history: list[str] | None) -> int:
+    told = checkpoints.night(seed)
+    if history is not None:
+        history += told
+    return 0
+
+
+DEPTHS = {
+    "steps": Depth("followers, schedules and consensus, on simulated groups and transports", _steps),
+    "engine": Depth("all of a rank, on a simulated clock, network and store", _engine),
+    "disk": Depth("checkpoints, on a disk that crashes, fills up and refuses", _disk),
+}
 
 
 def fresh(depth: Depth, until: Callable[[int], bool]) -> Iterator[tuple[int, int, Exception | None]]:
@@ -46,26 +68,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("depth", choices=DEPTHS)
+    what = "; ".join(f"{name}: {depth.what}" for name, depth in DEPTHS.items())
+    parser.add_argument("depth", choices=DEPTHS, nargs="?", help=what)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--count", type=int)
     options = parser.parse_args()
-    depth, start = DEPTHS[options.depth], clock.monotonic()
     if options.seed is not None:
-        return _replay(depth, options.seed)
+        if options.depth is None:
+            parser.error("--seed needs a depth")
+        return _replay(DEPTHS[options.depth], options.seed)
+    names = [options.depth] if options.depth else list(DEPTHS)
+    return max([_try(name, options.seconds / len(names), options.count) for name in names])
+
+
+def _try(name: str, limit_s: float, count: int | None) -> int:
+    depth, start = DEPTHS[name], clock.monotonic()
 
     def until(num: int) -> bool:
-        return clock.monotonic() - start > options.seconds if options.count is None else num >= options.count
+        return clock.monotonic() - start > limit_s if count is None else num >= count
 
-    nights = steps = failed = 0
+    num_nights = steps = failed = 0
     for seed, taken, error in fresh(depth, until):
-        nights, steps = nights + 1, steps + taken
+        num_nights, steps = num_nights + 1, steps + taken
         if error is not None:
             failed += 1
-            print(f"--seed {seed}: {type(error).__name__}: {error}", flush=True)
+            print(f"{name} --seed {seed}: {type(error).__name__}: {error}", flush=True)
     seconds = clock.monotonic() - start
-    print(f"{nights} nights, {steps} steps, {steps / seconds:.0f} a second; {failed} nights have failed")
+    print(f"{name}: {num_nights} nights, {steps} steps, {steps / seconds:.0f} a second; {failed} have failed")
     return min(failed, 1)
 
 
