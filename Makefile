@@ -46,10 +46,7 @@ test-ci: setup
 test-all: setup
 	$(call PYTEST,$(BIN))
 
-# Random faults of simulated ranks: a minute of seeds that nobody has seen, or the history of one of them.
-DEPTH ?= steps
-SEED ?=
-
+# Random faults of simulated ranks: a minute of fresh seeds, or the history of one (make storm DEPTH=engine SEED=7).
 storm: setup
 	$(BIN)/python -m tests.storm $(DEPTH) $(if $(SEED),--seed $(SEED))
 
