@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import links, plan_machine, report, step
+from bench import faults, links, plan_machine, report, step
 from bench.model import Size, build, tokens
 from bench.systems import GROUPINGS, OPTIONAL, SYSTEMS
 from shardwright.plan.cluster import DEVICES, Cluster
@@ -242,3 +242,8 @@ def test_results_that_do_not_go_together_are_not_drawn(tmp_path):
     status, text, picture = figure(tmp_path, **{"1gbit": "bf16", "100mbit": "fp32"})
     assert status == 2 and not picture
     assert "100mbit.json: precision is fp32, of" in text
+
+
+def test_the_page_that_compares_has_every_scenario_of_faults():
+    page = (Path(__file__).resolve().parents[2] / "docs/compare.md").read_text()
+    assert all(f" | `{name}` |\n" in page for name in faults.SCENARIOS if name != "none")
