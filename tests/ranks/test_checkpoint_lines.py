@@ -119,6 +119,15 @@ def test_a_damaged_latest_falls_back_on_its_own_line(tmp_path):
     assert find(tmp_path)[0].name == "step-000110"
 
 
+def test_a_step_that_is_saved_again_is_no_ancestor_of_what_came_after_the_first(tmp_path):
+    save_all(tmp_path, [200], gone_back(tmp_path))
+    (tmp_path / "latest").write_text("step-000300\n")
+    assert complete_steps(tmp_path) == [300, 100, 200]
+    (tmp_path / "latest").write_text("step-000200\n")
+    truncate(next((tmp_path / "step-000200").glob("*.safetensors")))
+    assert find(tmp_path)[0].name == "step-000100"
+
+
 def test_checkpoints_of_a_release_that_names_no_ancestors_are_one_line(tmp_path):
     save_all(tmp_path, [100, 200, 300])
     for folder in tmp_path.glob("step-*"):

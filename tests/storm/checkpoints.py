@@ -381,7 +381,7 @@ class Night:
             assert None in allowed, f"load: {serial}, expected {allowed}"
             assert "no complete checkpoint" in serial or "no such folder" in serial, serial
             return
-        assert serial in allowed, f"{serial} was loaded, expected {allowed}"
+        assert serial in allowed and serial is not None, f"{serial} was loaded, expected {allowed}"
         save = self.story.saves[serial]
         assert {each.step for each in said.values()} == {save.step}
         assert job.holds(save.tensors), f"other tensors than those of {serial}"
@@ -423,7 +423,8 @@ class Night:
             self.note(f"    {serial}: {error.splitlines()[-1][-170:] if error else 'saved'}")
             self.returns(serial, error, before, has_failed, REFUSED[: len(saved)])
             if self.story.whole([serial]):
-                allowed = {serial}
+                # One that couldn't be looked at may have the same number, until ``latest`` names this.
+                allowed = {serial, newest} if error and self.was_stuck else {serial}
                 goes |= self.publishes(job, serial, error, before)
             elif newest != job.last:  # its line was about to be the one that goes on
                 allowed.add(self.story.newest_after(job.last))
