@@ -380,7 +380,11 @@ class Night:
         wrong = [error for error in outcomes.values() if isinstance(error, AssertionError)]
         if wrong:
             raise wrong[0]
-        victims = {fault.rank, *([(fault.rank - 1) % len(job.ranks)] if kind == "kill two" else [])}
+        victims, host = {fault.rank}, job.ranks[fault.rank].host
+        if kind == "kill two":
+            victims.add((fault.rank - 1) % len(job.ranks))
+        elif kind in ("dark", "cut"):
+            victims |= {rank for rank, process in enumerate(job.ranks) if process.host == host}
         happened = self.fault_s < float("inf") or kind in ("raise", "leave")
         limit_s = {"dark": LOST_S, "stop": LOST_S, "cut": LOST_S}.get(kind, PATIENCE_S)
         heals = kind in ("stop", "cut", "silent store") and fault.seconds < 30
@@ -388,7 +392,7 @@ class Night:
             outcome = outcomes.get(rank, "killed")
             if not happened or heals:
                 assert outcome == plan.steps, f"rank {rank} of a healthy job: {outcome!r}"
-            elif rank in victims or (process.host == job.ranks[fault.rank].host and kind in ("dark", "cut")):
+            elif rank in victims:
                 continue
             elif outcome not in (plan.steps, "not begun"):
                 assert isinstance(outcome, ShardwrightError), f"rank {rank}: {outcome!r}"
