@@ -369,7 +369,7 @@ class Rank:
         if group.stage is not Stage.SHARDED:
             require(not group.runs, "what is resharded runs: group", group.number)
             group.stage = Stage.SHARDED
-            group.keeps_smaller = group.spec.smaller_world and (action.smaller or group.kept is not None)
+            group.keeps_smaller |= group.spec.smaller_world and (action.smaller or group.kept is not None)
 
     def _hold(self, groups: list[Group]) -> None:
         for group in groups:
@@ -522,6 +522,7 @@ class Rank:
         """As ``Runtime.do``."""
         if kind is ActionKind.UNSHARD and not (self.phases and self.agrees):
             self.asked |= {number}
+        self.phases = tuple((*each[:3], None) for each in self.phases)  # no schedule has it
         step = self.follower.call(kind, number) if self.phases else Step((Action(kind, (number,)),))
         if kind is not ActionKind.UNSHARD or self.groups[number].stage is Stage.SHARDED:
             self._take(step)

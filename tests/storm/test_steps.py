@@ -233,6 +233,14 @@ def test_ranks_that_have_evaluated_differently_agree_on_the_backward_of_what_is_
     job(program(0), program(1))
 
 
+def test_a_late_wait_for_what_was_unsharded_by_hand_does_not_pass_for_an_unshard():
+    def program(rank):
+        outer = forward(TOP, [A, A])
+        return [*outer[:4], ("do", ActionKind.WAIT, A), *outer[4:], *backward(TOP, [A], 1 << 8 * rank), STEP]
+
+    job(program(0), program(1))
+
+
 # ---- what ranks reduce
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.following import Mode
-from shardwright.schedule.schedule import ActionKind, Event, EventKind, GroupSpec, Phase
+from shardwright.schedule.schedule import BEGINS, ENDS, ActionKind, Event, EventKind, GroupSpec, Phase
 from tests.storm.steps import ALONE, DIVERGES, HEALTHY, Night, Plan, run
 
 Program = list[tuple[Any, ...]]
@@ -197,19 +197,36 @@ class _Weather:
                 if not calm and self.chance(0.05) and not self.alike:
                     program.append(("do", ActionKind.RESHARD, self.random.randrange(self.num_groups)))
                 program += self.backward(ran, rooted)
+        if not calm and not is_unsharded and self.chance(0.08):
+            programs = self.called(programs[0])
         for program in programs:
             program.append(STEP)
         return programs
 
+    def called(self, program: Program) -> list[Program]:
+        """The same on all ranks, with a call of the user inside of a phase, of a group that doesn't run."""
+        # Not while all is unsharded by hand, which needs it so.
+        start = max((place for place, each in enumerate(program) if each == ("rest",)), default=0)
+        place = self.pick([place for place, each in enumerate(program) if each[0] == "at" and place > start])
+        idle = {*range(self.num_groups)}
+        for event in (each[1] for each in program[:place] if each[0] == "at" and each[1].group >= 0):
+            idle -= {event.group} if event.kind in BEGINS else set()
+            idle |= {event.group} if event.kind in ENDS else set()
+        if idle:
+            kind = self.pick([ActionKind.UNSHARD, ActionKind.WAIT, ActionKind.RESHARD])
+            program.insert(place, ("do", kind, self.pick(sorted(idle))))
+        return [[("join",), ("rest",), *map(self.anew, program)] for _ in range(self.world)]
+
     def before(self, programs: list[Program]) -> bool:
         """What comes before a step: evaluations, settings, calls. Whether it leaves all unsharded."""
+        # First, so that none is left out where ranks raise in an evaluation that others take part in.
+        if self.chance(0.1):
+            group, trains = self.random.randrange(self.num_groups), int(self.chance(0.5))
+            _all(programs, [("set", "trainable", trains, group)])
         # With all unsharded by hand, when nobody hears of a forward.
         generates = self.fault != "diverges" and self.chance(0.08)
         if self.chance(0.5 if generates else 0.1):
             self.evaluate(programs)
-        if self.chance(0.1):
-            group, trains = self.random.randrange(self.num_groups), int(self.chance(0.5))
-            _all(programs, [("set", "trainable", trains, group)])
         if self.chance(0.03):
             _all(programs, [("join",), ("replan", self.policy())])
         if self.chance(0.02):
@@ -330,7 +347,8 @@ class _Weather:
         program = programs[hit]
         begins = self.ends(program)
         place = self.pick(begins)
-        stop = program.index(("end",), place) + 1
+        depth = [(each[0] in ("begin", "enter")) - (each == ("end",)) for each in program[place:]]
+        stop = place + 1 + next(i for i in range(len(depth)) if not sum(depth[: i + 1]))
         how = self.random.randrange(5)
         if how == 0:  # a phase less
             if program[place][1] is Phase.BACKWARD:

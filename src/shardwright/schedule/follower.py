@@ -203,7 +203,7 @@ class Follower(Following):
         reshards = kind is ActionKind.RESHARD
         if reshards:
             self.groups.set(live=states.live & ~bit, held=states.held & ~bit)
-        else:
+        elif kind is ActionKind.UNSHARD:  # a late wait of a handle may find it resharded
             self.groups.set(live=states.live | bit, held=states.held | bit)
         smaller = reshards and bool(self.cursors) and self._keeps_smaller(group)
         return Step((Action(kind, (group,), smaller),))
