@@ -242,9 +242,11 @@ class Night:
             own.step = step
             if fault.kind == "raise" and (fault.rank, fault.step) == (rank, step):
                 self.sim.note("raises in its script")
+                self.begins_fault(self.sim)
                 raise BadBatch("bad batch")
             if fault.kind == "leave" and (fault.rank, fault.step) == (rank, step):
                 self.sim.note("ends early")
+                self.begins_fault(self.sim)
                 return step
             chance = random.Random(f"{plan.seed} {attempt} {rank} {step}")
             while chance.random() < plan.evaluations:
@@ -316,7 +318,7 @@ class Night:
             job = Job(sim, network, hosts)
             if self.plan.keeps_store:  # as torchrun's agent does, which starts the ranks again
                 job.store.keys = self.keys
-            self.fault_s = float("inf")
+            self.fault_s, self.is_promised = float("inf"), False
             self._arm(sim, network, job, fault)
             job.start(partial(self.script, attempt))
             try:
@@ -329,12 +331,17 @@ class Night:
                 self.switches += sim.switches
         self._judge(job, fault)
 
+    def begins_fault(self, sim: Simulation) -> None:
+        """From now on something is wrong. How soon it must be told is promised for ranks that have begun."""
+        self.fault_s = sim.now
+        self.is_promised = all(hasattr(process, "step") for process in sim.processes[1:])
+
     def _arm(self, sim: Simulation, network: Network, job: Job, fault: Fault) -> None:
         """What is to go wrong, does so at its event."""
         victim, kind, seconds = job.ranks[fault.rank], fault.kind, fault.seconds
 
         def now() -> None:
-            self.fault_s = sim.now
+            self.begins_fault(sim)
             if kind in ("kill", "kill two", "interrupt"):
                 sim.at(sim.now + LAUNCHER_S, lambda: self._end_all(job))
             if kind in ("kill", "kill two"):
@@ -385,7 +392,7 @@ class Night:
             victims.add((fault.rank - 1) % len(job.ranks))
         elif kind in ("dark", "cut"):
             victims |= {rank for rank, process in enumerate(job.ranks) if process.host == host}
-        happened = self.fault_s < float("inf") or kind in ("raise", "leave")
+        happened = self.fault_s < float("inf")
         limit_s = {"dark": LOST_S, "stop": LOST_S, "cut": LOST_S}.get(kind, PATIENCE_S)
         heals = kind in ("stop", "cut", "silent store") and fault.seconds < 30
         for rank, process in enumerate(job.ranks):
@@ -397,7 +404,10 @@ class Night:
             elif outcome not in (plan.steps, "not begun"):
                 assert isinstance(outcome, ShardwrightError), f"rank {rank}: {outcome!r}"
                 assert kind == "silent store" or victims & _named(str(outcome)), str(outcome)
-                self.waits.append((kind, process.ended_s - self.fault_s, limit_s))
+                took_s = process.ended_s - self.fault_s
+                self.waits.append((kind, took_s, limit_s))
+                in_time = not self.is_promised or self.plan.network[0] > 1e-3 or took_s < limit_s
+                assert in_time or kind == "silent store", f"rank {rank} took {took_s:.1f} s: {outcome}"
 
     def _check_folder(self) -> None:
         """What was published loads in a plain process, and is right."""
