@@ -416,16 +416,26 @@ class Night:
             now = look(self.path)
         steps = {name: found for name, found in now.items() if name.startswith("step-")}
         self.story.there = {s: There(n, w, k) for n, (s, w, k) in steps.items() if s is not None}
+        if newest is not None and not self.story.whole(
+            [newest]
+        ):  # it was never safe, or its step is another's
+            newest = self.story.newest()
         allowed: set[int | None] = {newest}
+        if (
+            self.was_stuck and not saved
+        ):  # what couldn't be read isn't known as the ancestor of what was saved
+            allowed.add(self.story.newest_after(None))
         goes = set[int]()
         for job, serial in sorted(saved, key=lambda each: self.story.number(each[1])):
             error = came[serial]
             self.note(f"    {serial}: {error.splitlines()[-1][-170:] if error else 'saved'}")
-            self.returns(serial, error, before, has_failed, REFUSED[: len(saved)])
+            lasts = not any("may not outlast" in text for text in job.ranks[0].warned)
+            if error or lasts or not self.was_cut:
+                self.returns(serial, error, before, has_failed, REFUSED[: len(saved)])
             if self.story.whole([serial]):
                 # One that couldn't be looked at may have the same number, until ``latest`` names this.
                 allowed = {serial, newest} if error and self.was_stuck else {serial}
-                goes |= self.publishes(job, serial, error, before)
+                goes |= self.publishes(job, serial, error, before, lasts)
             elif newest != job.last:  # its line was about to be the one that goes on
                 allowed.add(self.story.newest_after(job.last))
         self.stays(before, goes, {step_name(self.story.saves[serial].step) for _, serial in saved}, now)
@@ -449,20 +459,21 @@ class Night:
         is_there, name = bool(self.story.whole([serial])), step_name(self.story.saves[serial].step)
         assert is_there or error, f"{serial} isn't there"
         # A disk that fails again may not say what has come of it.
-        unknown = self.has_failed > 1 and "can't publish" in error
+        unknown = (self.has_failed > 1 or self.stuck) and "can't publish" in error
         assert error in ("", "killed") or not is_there or unknown, f"{serial} is there, and said {error}"
-        if self.story.saves[serial].is_fresh and not has_failed:
+        if self.story.saves[serial].is_fresh and not has_failed and not self.stuck:
             names = [there.name for there in before.values() if there.is_complete]
             assert ("exists already" in error) == (name in names), error
         is_refused = name in self.stuck or any(text in error for text in refused)
         assert not error or has_failed or is_refused, error
 
-    def publishes(self, job: Job, serial: int, error: str, before: dict[int, There]) -> set[int]:
+    def publishes(self, job: Job, serial: int, error: str, before: dict[int, There], lasts: bool) -> set[int]:
         """What goes, now that this is there."""
         if job.last in before:
             assert self.story.number(serial) > before[job.last].number
-        job.last = serial
-        if any("may not outlast" in text for text in job.ranks[0].warned):
+        if error in ("", "killed"):  # else the job doesn't know
+            job.last = serial
+        if not lasts:
             assert self.has_failed
             return set()
         self.safe |= set() if error else {serial}
@@ -497,10 +508,10 @@ class Night:
         self.loaded(job, said, allowed)
         return job
 
-    def saves_well(self) -> None:
+    def saves_well(self, *how: Any) -> None:
         """Nothing that was left keeps a save from what it promises."""
         self.job = self.job or self.starts({self.story.newest()})
-        serial, work = self.plan(self.job)
+        serial, work = self.plan(self.job, *how)
         turns.run(work)
         self.check([(self.job, serial)])
         assert self.story.head == serial
@@ -558,9 +569,9 @@ class Night:
         self.loaded(reader, said, self.loadable(newest) | {serial})
         self.check([(self.job, serial)])
 
-    def waits(self, said: dict[Process, Any], at: int, job: Job) -> tuple[Callable[[Op], None], int, Any]:
+    def waits(self, said: dict[Process, Any], at: int, job: Job, keep: int | None) -> tuple[Any, int, Any]:
         """The reader waits at that operation until the job has saved; what keeps it so, and that save."""
-        serial, [(process, script)] = self.plan(job, False, 1)
+        serial, [(process, script)] = self.plan(job, False, keep)
         begun = list[int]()
 
         def fault(op: Op) -> None:
@@ -740,23 +751,25 @@ def every_operation(what: str, kind: str, stride: int = 1) -> int:
     raise AssertionError
 
 
-def every_operation_of_a_load(world: int, is_removed: bool) -> int:
-    """Loads of which one operation fails, each in turn, once; or before which a save removes what is loaded.
-    Returns how many it has."""
+def every_operation_of_a_load(world: int, what: str) -> int:
+    """Loads of which one operation fails, each in turn, once; or before which a save removes what is loaded,
+    or another run saves its step again. Returns how many it has."""
     with tempfile.TemporaryDirectory(dir=SHM) as root:
         own = Night(0, Path(root))
         own.worlds = (1,)
         with own.telling(), simulated(own.disk, own.random):
-            own.saves_well()
-            assert own.job is not None
+            for _ in range(2):
+                own.saves_well(False, None)
             for number in itertools.count(1):
                 own.has_failed, said, job = 0, dict[Process, Any](), Job(world)
                 works, at, before = own.loads(job, own.path, said), own.disk.count + number, own.story.head
-                if is_removed:
-                    own.fault, serial, save = own.waits(said, at, own.job)
+                if what != "fails":
+                    own.job = saver = own.starts_at(before if before and what == "is removed" else 1)
+                    at = own.disk.count + number
+                    own.fault, serial, save = own.waits(said, at, saver, 1 if what == "is removed" else None)
                     turns.run([*works, save])
                     is_over = not own.has_failed
-                    own.check([(own.job, serial)])
+                    own.check([(saver, serial)])
                 else:
                     own.fails(at, 1, errno.EIO)
                     turns.run(works)

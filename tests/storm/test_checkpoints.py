@@ -51,6 +51,6 @@ def test_whichever_operation_of_a_save_fails_nothing_is_lost_and_the_next_save_s
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("is_removed", [False, True], ids=["fails", "is removed before"])
-def test_a_load_succeeds_whichever_operation_fails_once_or_finds_it_removed(world, is_removed):
-    assert every_operation_of_a_load(world, is_removed) > 50
+@pytest.mark.parametrize("what", ["fails", "is removed", "is replaced"])
+def test_a_load_succeeds_whichever_operation_fails_once_or_finds_it_removed_or_replaced(world, what):
+    assert every_operation_of_a_load(world, what) > 50

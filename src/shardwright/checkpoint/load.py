@@ -25,10 +25,11 @@ from shardwright import clock
 from shardwright.checkpoint import background
 from shardwright.checkpoint.agree import Partial, Ranks, ranks
 from shardwright.checkpoint.flat import base_tensor
-from shardwright.checkpoint.folder import complete_steps, step_folder, storage_of
+from shardwright.checkpoint.folder import complete_steps, read_manifest, step_folder, storage_of
 from shardwright.checkpoint.format import (
     ITEM_NBYTES,
     Box,
+    Manifest,
     Piece,
     TensorEntry,
     crc32_in_chunks,
@@ -188,6 +189,8 @@ def _load(
         except UnreadError:
             raise
         except CheckpointError as error:
+            if any(group.together(what, lambda: _is_replaced(found, manifest))):
+                raise UnreadError(f"{found}: another run has saved this step again meanwhile") from None
             raise DamagedError(f"{error}{_older(found, manifest.step)}") from None
         read_nbytes = reader.nbytes
         rng = manifest.state.get("rng", [])
@@ -211,6 +214,13 @@ def _load(
         cast=tuple(t.key for t in filled.values() if t.casts),
         rng=decode(own_rng, small.__getitem__),
     )
+
+
+def _is_replaced(found: Location, manifest: Manifest) -> bool:
+    """Whether another checkpoint has that name since the manifest was read: files are opened later."""
+    with suppress(CheckpointError):
+        return read_manifest(found) != manifest
+    return False
 
 
 def latest(path: str | PurePath) -> Location | None:
