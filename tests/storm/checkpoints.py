@@ -406,7 +406,7 @@ class Night:
         before, newest = self.story.there, self.story.newest()
         came = {serial: self.outcome(job, serial) for job, serial in saved}
         is_killed = "killed" in came.values()
-        was_full = bool(saved) and self.disk.room is not None and not self.stuck and not is_killed
+        was_full = any("No space" in error for error in came.values()) and not (self.stuck or is_killed)
         if saved and not self.was_cut and self.random.random() < 0.2:
             self.loses_power()
         self.heal()
