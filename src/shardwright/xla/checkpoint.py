@@ -16,7 +16,7 @@ from shardwright.xla.files import FLAT, SEPARATOR, SHARD, WRAPPED, read
 from shardwright.xla.optim import Optimizer
 from shardwright.xla.processes import together
 from shardwright.xla.spmd_model import SpmdModel, spmd_model_of
-from shardwright.xla.state import load_full_state_dict
+from shardwright.xla.state import buffers_by_name, load_full_state_dict
 from shardwright.xla.step import TrainStep
 from shardwright.xla.torch_bridge import from_numpy
 from shardwright.xla.unit import Leaf, Stored, XlaUnit
@@ -274,9 +274,7 @@ def _buffers(spmd: SpmdModel) -> dict[str, torch.Tensor]:
     model = spmd.root.module
     owners = {id(unit.module) for unit in spmd.units}
     found = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
-            continue
+    for name, value in buffers_by_name(model).items():
         parts, module = [WRAPPED], model
         for part in name.split(".")[:-1]:
             module = module.get_submodule(part)

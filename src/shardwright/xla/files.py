@@ -326,14 +326,12 @@ def _optimizer(
     found: dict[str, dict[str, Any]] = {}
     for number, key, pieces in zip(sorted(numbers), keys, order, strict=True):
         for name, value in optimizers[0]["state"].get(number, {}).items():
-            parts = [optimizer["state"][number][name] for optimizer in optimizers]
-            if not isinstance(value, torch.Tensor) or value.shape != models[0][key].shape:
-                for piece, _ in pieces:
-                    found.setdefault(piece, {})[name] = value
-                continue
-            joined, _ = _whole(key, [{key: part} for part in parts], metadata)
-            for piece, tensor in joined.items():
-                found.setdefault(piece, {})[name] = tensor
+            parts = [{key: optimizer["state"][number][name]} for optimizer in optimizers]
+            whole: dict[str, Any] = {piece: value for piece, _ in pieces}
+            if isinstance(value, torch.Tensor) and value.shape == models[0][key].shape:
+                whole, _ = _whole(key, parts, metadata)
+            for piece, each in whole.items():
+                found.setdefault(piece, {})[name] = each
     names = dict(zip(sorted(numbers), order, strict=True))
     return found, [
         {**group, "params": [piece for number in group["params"] for piece, _ in names[number]]}

@@ -1,6 +1,6 @@
 """The options of a unit, as a frozen dataclass that checks itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -27,12 +27,7 @@ class UnitOptions:
                 raise InputError(f"{field} must be a floating-point torch.dtype or None, got {dtype!r}")
         if not isinstance(self.pad_multiple, int) or self.pad_multiple < 1:
             raise InputError(f"pad_multiple must be an int of at least 1, got {self.pad_multiple!r}")
-        for field in (
-            "reshard_after_forward",
-            "flatten_parameters",
-            "shard_param_on_dim_0",
-            "fp32_reduce_scatter",
-            "checkpoint_activations",
-        ):
-            if not isinstance(getattr(self, field), bool):
-                raise InputError(f"{field} must be True or False, got {getattr(self, field)!r}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(each.default, bool) and not isinstance(value, bool):
+                raise InputError(f"{each.name} must be True or False, got {value!r}")

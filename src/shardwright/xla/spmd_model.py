@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError, StageError
-from shardwright.torch_private import buffers_of
+from shardwright.torch_private import buffers_of, tree_flatten, tree_unflatten
 from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.mesh import Axes
-from shardwright.xla.trace import ProgramTrace, buffer_sites, installed, read_buffers, tracing
+from shardwright.xla.trace import ProgramTrace, buffer_at, buffer_sites, installed, read_buffers, tracing
 from shardwright.xla.unit import Leaf, Stored, XlaUnit, unit_of
 
 
@@ -91,11 +91,11 @@ class SpmdModel:
 
     def load_buffers(self) -> None:
         """Give every device a copy of the buffers that the torch modules hold."""
-        host = [buffers_of(same[0][0])[same[0][1]] for same in self.sites]
+        host = [buffer_at(same) for same in self.sites]
         for names, buffer in zip(self.buffer_names, host, strict=True):
             if buffer is None or buffer.is_meta:
                 raise StageError(f"buffer {names[0]} is on the meta device; call xla.materialize(model)")
-        self._stacked = [self._stack(buffer) for buffer in host if buffer is not None]
+        self._stacked = [self._stack(buffer) for buffer in host]
 
     def _stack(self, buffer: torch.Tensor) -> Any:
         value = bridge.to_numpy(buffer).astype(bridge.jax_dtype(buffer.dtype))
@@ -104,13 +104,11 @@ class SpmdModel:
 
     def abstract_buffers(self) -> list[Any]:
         """Shapes, dtypes and shardings of ``buffers``."""
-        host = [buffers_of(same[0][0])[same[0][1]] for same in self.sites]
+        sharding, devices = self.axes.batch(), self.axes.num_devices
+        host = [buffer_at(same) for same in self.sites]
         return [
-            jax.ShapeDtypeStruct(
-                (self.axes.num_devices, *b.shape), bridge.jax_dtype(b.dtype), sharding=self.axes.batch()
-            )
+            jax.ShapeDtypeStruct((devices, *b.shape), bridge.jax_dtype(b.dtype), sharding=sharding)
             for b in host
-            if b is not None
         ]
 
     def store_buffers(self) -> None:
@@ -119,9 +117,7 @@ class SpmdModel:
             return
         first = jax.jit(lambda x: x[0], out_shardings=self.axes.replicated())
         for same, array in zip(self.sites, self._stacked, strict=True):
-            old = buffers_of(same[0][0])[same[0][1]]
-            assert old is not None
-            new = bridge.from_numpy(np.asarray(first(array))).to(old.dtype)
+            new = bridge.from_numpy(np.asarray(first(array))).to(buffer_at(same).dtype)
             for owner, name in same:
                 buffers_of(owner)[name] = new
 
@@ -146,8 +142,8 @@ class SpmdModel:
         """
         leaves, spec = batch
         with tracing(trace, key), installed(list(zip(self.sites, buffers, strict=True)), ()):
-            args = bridge.unflatten([bridge.as_torch(leaf) for leaf in leaves], spec)
-            outputs, out_spec = bridge.flatten(function(self.root.module, *args))
+            args = tree_unflatten([bridge.as_torch(leaf) for leaf in leaves], spec)
+            outputs, out_spec = tree_flatten(function(self.root.module, *args))
             result = [bridge.as_jax(leaf) for leaf in outputs]
             after = [
                 new.astype(old.dtype) for new, old in zip(read_buffers(self.sites), buffers, strict=True)
@@ -159,7 +155,7 @@ class SpmdModel:
 
         Raises: InputError for what isn't a tensor, or rows that don't split into ``parts`` on each device.
         """
-        leaves, spec = bridge.flatten(args)
+        leaves, spec = tree_flatten(args)
         count = len([d for d in self.axes.mesh.devices.flat if d.process_index == jax.process_index()])
         arrays = []
         for i, leaf in enumerate(leaves):
@@ -193,7 +189,7 @@ class SpmdModel:
         function, known = self._forwards[cache_key]
         results = function([s.array for s in self.stored], self.buffers, self.key, arrays)
         host = [bridge.from_numpy(_local_rows(result)) for result in results]
-        return bridge.unflatten([tensor.as_subclass(Output) for tensor in host], known["spec"])
+        return tree_unflatten([tensor.as_subclass(Output) for tensor in host], known["spec"])
 
     def _compile_forward(self, spec: Any) -> Any:
         known: dict[str, Any] = {}

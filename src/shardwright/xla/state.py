@@ -12,6 +12,7 @@ from shardwright.errors import InputError
 from shardwright.torch_private import buffers_of, parameters_of
 from shardwright.xla.spmd_model import SpmdModel, spmd_model_of
 from shardwright.xla.torch_bridge import from_numpy, to_numpy
+from shardwright.xla.trace import buffer_at
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,12 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             tensor = from_numpy(value)
             found |= dict.fromkeys(spmd.names[leaf], tensor)
     spmd.store_buffers()
-    found |= _buffers(model)
+    found |= buffers_by_name(model)
     return {name: found[name] for name in model.state_dict(keep_vars=True) if name in found}
 
 
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def buffers_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a state dict of the model has."""
     return {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
@@ -129,14 +131,12 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
 
 def _set_buffers(spmd: SpmdModel, state_dict: Mapping[str, torch.Tensor]) -> None:
     for same, names in zip(spmd.sites, spmd.buffer_names, strict=True):
-        old = buffers_of(same[0][0])[same[0][1]]
-        assert old is not None
         known = next((name for name in names if name in state_dict), None)
         if known is not None:
-            new = state_dict[known].detach().cpu().to(old.dtype, copy=True)
+            new = state_dict[known].detach().cpu().to(buffer_at(same).dtype, copy=True)
             for owner, name in same:
                 buffers_of(owner)[name] = new
-    if not any(buffers_of(m)[name].is_meta for same in spmd.sites for m, name in same):  # type: ignore[union-attr]
+    if not any(buffer_at(same).is_meta for same in spmd.sites):
         spmd.load_buffers()
 
 

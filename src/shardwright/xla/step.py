@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from torch import nn
 
 from shardwright.errors import InputError
+from shardwright.torch_private import tree_flatten
 from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.optim import Optimizer
 from shardwright.xla.spmd_model import SpmdModel, device_key, spmd_model_of
@@ -119,7 +120,7 @@ class TrainStep:
                 (``flatten_parameters``) and false for others.
         """
         spmd = self.spmd
-        leaves, spec = bridge.flatten(batch)
+        leaves, spec = tree_flatten(batch)
         sharding = spmd.axes.batch()
         arrays = [
             jax.ShapeDtypeStruct(tuple(x.shape), bridge.jax_dtype(x.dtype), sharding=sharding) for x in leaves

@@ -20,7 +20,7 @@ from torchax.ops import mappings
 from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
-from shardwright.torch_private import BATCH_NORM_OP, tree_flatten, tree_unflatten
+from shardwright.torch_private import BATCH_NORM_OP
 
 _NUMPY_DTYPE = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
@@ -92,16 +92,6 @@ def as_jax(tensor: torch.Tensor) -> Any:
 def set_value(tensor: torch.Tensor, array: Any) -> None:
     """Let a tensor that ``as_torch`` made show another array, for all that hold it."""
     tensor._elem = array  # type: ignore[attr-defined]
-
-
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure of nested lists, tuples and dicts, as torch flattens them."""
-    return tree_flatten(tree)
-
-
-def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The inverse of ``flatten``."""
-    return tree_unflatten(leaves, spec)
 
 
 @contextlib.contextmanager

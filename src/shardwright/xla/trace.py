@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import InputError, StageError
-from shardwright.torch_private import buffers_of, parameters_of
+from shardwright.torch_private import buffers_of, parameters_of, tree_flatten, tree_unflatten
 from shardwright.xla import torch_bridge as bridge
 from shardwright.xla.placeholder import PlaceholderUsed
 from shardwright.xla.unit import Stored, XlaUnit
@@ -130,14 +130,20 @@ def installed(
             tensors[name] = tensor
 
 
+def buffer_at(sites: list[Site]) -> Any:
+    """The buffer that the modules hold there now."""
+    owner, name = sites[0]
+    return buffers_of(owner)[name]
+
+
 def read_buffers(sites: Sequence[list[Site]]) -> list[Any]:
     """What the modules hold as buffers now (they may have replaced or changed them in place)."""
-    return [bridge.as_jax(buffers_of(same[0][0])[same[0][1]]) for same in sites]  # type: ignore[arg-type]
+    return [bridge.as_jax(buffer_at(same)) for same in sites]
 
 
 def enter(trace: ProgramTrace, unit: XlaUnit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run ``call`` (the module's own ``__call__``) with the unit's parameters unsharded."""
-    leaves, spec = bridge.flatten((args, kwargs))
+    leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     inputs = [bridge.as_jax(leaves[i]) for i in places]
     sites = buffer_sites(unit.module)
@@ -154,8 +160,8 @@ def enter(trace: ProgramTrace, unit: XlaUnit, call: Callable[..., Any], args: An
             given = list(leaves)
             for i, array in zip(places, _cast(unit.options.compute_dtype, inputs), strict=True):
                 given[i] = bridge.as_torch(array)
-            call_args, call_kwargs = bridge.unflatten(given, spec)
-            outputs, known["spec"] = bridge.flatten(call(*call_args, **call_kwargs))
+            call_args, call_kwargs = tree_unflatten(given, spec)
+            outputs, known["spec"] = tree_flatten(call(*call_args, **call_kwargs))
             known["places"] = [i for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
             known["rest"] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
             results = [bridge.as_jax(outputs[i]) for i in known["places"]]
@@ -165,21 +171,16 @@ def enter(trace: ProgramTrace, unit: XlaUnit, call: Callable[..., Any], args: An
     if trace.reshard and unit.options.checkpoint_activations and unit.innermost:
         body = jax.checkpoint(body)
     elif trace.reshard and unit.options.reshard_after_forward and unit is not trace.root:
-        body = jax.checkpoint(body, policy=_keep_arithmetic)
+        body = jax.checkpoint(body, policy=lambda primitive, *_, **__: primitive.name not in MOVES)
     shards = [trace.shards[stored] for stored in unit.stored]
     results, after, key = body(shards, read_buffers(sites), bridge.current_key(), inputs)
     bridge.set_current_key(key)
     for same, array in zip(sites, after, strict=True):
-        owner, name = same[0]
-        bridge.set_value(buffers_of(owner)[name], array)  # type: ignore[arg-type]
+        bridge.set_value(buffer_at(same), array)
     outputs = known["rest"]
     for i, array in zip(known["places"], results, strict=True):
         outputs[i] = bridge.as_torch(array)
-    return bridge.unflatten(outputs, known["spec"])
-
-
-def _keep_arithmetic(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in MOVES
+    return tree_unflatten(outputs, known["spec"])
 
 
 def _cast(dtype: torch.dtype | None, arrays: Sequence[Any]) -> list[Any]:

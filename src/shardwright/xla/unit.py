@@ -8,7 +8,7 @@ rank 1  [ a2 a3 | b1 ]  -- all-gather -->  [ a2 a3 | b1 ]   column block b -> b0
 """
 # pyright: reportMissingImports=false
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -99,12 +99,8 @@ class Stored:
         return self.layout.padded_numel // self.axes.world
 
     @property
-    def item_nbytes(self) -> int:
-        return jnp.dtype(jax_dtype(self.dtype)).itemsize
-
-    @property
     def shard_nbytes(self) -> int:
-        return self.shard_numel * self.item_nbytes
+        return self.shard_numel * jnp.dtype(jax_dtype(self.dtype)).itemsize
 
     def abstract(self) -> Any:
         """The array's shape, dtype and sharding without values."""
@@ -129,7 +125,8 @@ class Stored:
                 "the parameters have no values yet (they were built on the meta device); call "
                 "xla.materialize(model) or xla.load_full_state_dict(model, ...)"
             )
-        flat = np.asarray(_replicate(self.axes)(array)).reshape(-1)
+        replicate = jax.jit(lambda x: x, out_shardings=self.axes.replicated())
+        flat = np.asarray(replicate(array)).reshape(-1)
         return [
             flat[entry.start : entry.start + entry.numel].reshape(entry.shape) for entry in self.flat.entries
         ]
@@ -142,10 +139,6 @@ UNIT = "_shardwright_xla_unit"
 def unit_of(module: nn.Module) -> "XlaUnit | None":
     """The unit of a module that was given to ``fully_shard``."""
     return module.__dict__.get(UNIT)
-
-
-def _replicate(axes: Axes) -> Callable[[Any], Any]:
-    return jax.jit(lambda x: x, out_shardings=axes.replicated())
 
 
 @dataclass(eq=False)
@@ -172,9 +165,8 @@ class XlaUnit:
         groups: dict[Any, list[Leaf]] = {}
         for leaf in values:
             p = leaf.placeholder
-            groups.setdefault(
-                (p.requires_grad, p.dtype) if self.options.flatten_parameters else leaf, []
-            ).append(leaf)
+            key = (p.requires_grad, p.dtype) if self.options.flatten_parameters else leaf
+            groups.setdefault(key, []).append(leaf)
         for leaves in groups.values():
             stored = Stored(tuple(leaves), self.axes, self.options)
             known = [value for leaf in leaves if (value := values[leaf]) is not None]
