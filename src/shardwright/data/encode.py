@@ -225,11 +225,7 @@ class Encoder:
                     after += 1  # it begins as a part of the answer
                 learned[first : len(ids) if after is None else after] = True
             else:
-                found.append(
-                    self._framed(ids, learned, begins=True, ends=True)
-                    if each.ends
-                    else _example(ids, learned)
-                )
+                found.append(self._framed(ids, learned, begins=each.ends, ends=each.ends))
         return found
 
     def _in_parts(self, marked: _Marked) -> Example:
@@ -243,7 +239,7 @@ class Encoder:
             ids += tokens
             learned += [begin in begins] * len(tokens)
         mask = np.asarray(learned, dtype=bool)
-        return self._framed(ids, mask, begins=True, ends=True) if marked.ends else _example(ids, mask)
+        return self._framed(ids, mask, begins=marked.ends, ends=marked.ends)
 
     def _framed(self, ids: Sequence[int], learned: np.ndarray, *, begins: bool, ends: bool) -> Example:
         """Between the tokenizer's marks, where it has them; the end is learned."""
@@ -251,7 +247,7 @@ class Encoder:
         begin = [] if bos is None or not begins else [bos]
         end = [] if eos is None or not ends else [eos]
         mask = np.concatenate([np.zeros(len(begin), bool), learned, np.ones(len(end), bool)])
-        return _example([*begin, *ids, *end], mask)
+        return Example(np.asarray([*begin, *ids, *end], dtype=np.int32), mask)
 
 
 def _of_characters(marked: "list[_Marked | Example]") -> "list[_Marked | Example]":
@@ -324,10 +320,6 @@ def _probe(chat: Chat) -> tuple[Chat, dict[str, tuple[int, str]]]:
         name = {} if key is None else {"name": mark(last, f"'tools'[{j}]")}
         tools.append({**tool, key: {**tool[key], **name}} if key else {**tool, **name})
     return replace(chat, messages=tuple(messages), tools=tuple(tools)), places
-
-
-def _example(ids: Sequence[int], learned: np.ndarray) -> Example:
-    return Example(np.asarray(ids, dtype=np.int32), learned)
 
 
 def _token_at(batch: Any, i: int, at: int, limit: int) -> int | None:

@@ -168,10 +168,6 @@ def chat_of(
     return Chat(tuple(found), tuple(learned), _tools(tools), template or {})
 
 
-def _text(fields: dict[str, Any]) -> Text:
-    return Text(_string(fields, "text"))
-
-
 def _completion(fields: dict[str, Any]) -> Record:
     prompt, completion = fields["prompt"], fields["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -211,8 +207,7 @@ def _preference(fields: dict[str, Any]) -> Preference:
     if isinstance(chosen, str):
         return _preferred_text(fields)
     prompt = fields.get("prompt", fields.get("conversations"))
-    both = [_answered(prompt, fields[name], fields, name) for name in ("chosen", "rejected")]
-    return _apart(*both)
+    return _apart(*(_answered(prompt, fields[name], fields, name) for name in ("chosen", "rejected")))
 
 
 def _preferred_text(fields: dict[str, Any]) -> Preference:
@@ -410,5 +405,5 @@ _READERS: tuple[tuple[frozenset[str], Callable[[dict[str, Any]], Record]], ...] 
     (frozenset({"conversations"}), _sharegpt),
     (frozenset({"prompt", "completion"}), _completion),
     (frozenset({"instruction", "output"}), _instruction),
-    (frozenset({"text"}), _text),
+    (frozenset({"text"}), lambda fields: Text(_string(fields, "text"))),
 )

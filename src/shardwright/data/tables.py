@@ -55,13 +55,16 @@ def saved(folder: Path, split: str) -> Table:
     Raises: DataError where ``datasets`` can't read it, or has no such split.
     """
     try:
-        return _of_split(datasets.load_from_disk(str(folder)), str(folder), split)
-    except DataError:
-        raise
+        loaded: Any = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError) as error:  # ArrowInvalid is a ValueError
         raise DataError(
             f"{folder}: datasets can't read it ({error}); save it again by save_to_disk"
         ) from None
+    if not isinstance(loaded, dict):
+        return Table(loaded)
+    if split not in loaded:
+        raise DataError(f"{folder} has no split {split!r}; there is {', '.join(loaded)}: set data.split")
+    return Table(loaded[split])
 
 
 def cached(folder: Path, split: str) -> Table:
@@ -91,14 +94,6 @@ def on_the_hub(name: str, subset: str, split: str) -> Table:
             f"this name ({type(error).__name__}: {text:.300}); correct the path, or download the data set "
             "where there is a network and give its folder"
         ) from None
-
-
-def _of_split(loaded: Any, name: str, split: str) -> Table:
-    if not isinstance(loaded, dict):
-        return Table(loaded)
-    if split not in loaded:
-        raise DataError(f"{name} has no split {split!r}; there is {', '.join(loaded)}: set data.split")
-    return Table(loaded[split])
 
 
 def _rows(table: Any) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -82,7 +82,14 @@ def corpus_files(config: DataConfig) -> tuple[list[tuple[str, bytes]], tuple[str
     Raises:
         DataError: no such path, no text in it, or data that isn't text.
     """
-    files, left_out = _texts(config)
+    files: list[tuple[str, bytes]] = []
+    left_out: list[str] = []
+    for name, path in corpus_paths(config):
+        content = path.read_bytes()
+        if is_text(config, name, content):
+            files.append((name, content))
+        else:
+            left_out.append(name)
     told = (told_of(NO_TEXT, left_out),) if left_out else ()
     check_found(config, "text files", [len(content) for _, content in files], told)
     taken = drawn(config, [(name, len(content)) for name, content in files])
@@ -124,19 +131,6 @@ def hash_of(files: Iterable[tuple[str, bytes]]) -> str:
     for name, content in files:
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
-
-
-def _texts(config: DataConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
-    """Files that are text, and the names of those that are left out."""
-    files: list[tuple[str, bytes]] = []
-    left_out: list[str] = []
-    for name, path in corpus_paths(config):
-        content = path.read_bytes()
-        if is_text(config, name, content):
-            files.append((name, content))
-        else:
-            left_out.append(name)
-    return files, left_out
 
 
 def told_of(why: str, names: Sequence[str]) -> str:
@@ -226,15 +220,10 @@ def hold_out(files: Sequence[tuple[str, bytes]], share: float) -> tuple[list[byt
         content = files[0][1]
         cut = len(content) - max(1, round(wanted))
         return [content[:cut]], [content[cut:]]
-    chosen = heldout_indices([(name, len(content)) for name, content in files], wanted)
+    by_hash = sorted(range(len(files)), key=lambda i: hashlib.sha256(files[i][0].encode()).digest())
+    chosen = chosen_to(wanted, by_hash, [len(content) for _, content in files])
     train = [content for i, (_, content) in enumerate(files) if i not in chosen]
     return train, [files[i][1] for i in sorted(chosen)]
-
-
-def heldout_indices(sizes: Sequence[tuple[str, int]], wanted: float) -> set[int]:
-    """Which of (name, size) are held out, by the hashes of their names: at least one that isn't empty."""
-    by_hash = sorted(range(len(sizes)), key=lambda i: hashlib.sha256(sizes[i][0].encode()).digest())
-    return chosen_to(wanted, by_hash, [size for _, size in sizes])
 
 
 def chosen_to(wanted: float, order: Sequence[int], sizes: Sequence[int]) -> set[int]:
