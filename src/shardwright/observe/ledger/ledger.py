@@ -303,12 +303,10 @@ def table(ledger: Ledger, step: int, ranks: Sequence[int] | None = None) -> str:
     """One step for people: a row for each cause, a column of milliseconds for each of ``ranks`` (default: the
     first eight); then whom the step lost most to."""
     shown = list(ledger.hosts if ranks is None else ranks)[:8]
-    rows: dict[str, dict[int, float]] = {}
+    rows: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for rank in shown:
         for line in ledger.of(rank, step):
-            rows.setdefault(_name(line, rank), {})[rank] = line.seconds + rows.get(_name(line, rank), {}).get(
-                rank, 0.0
-            )
+            rows[_name(line, rank)][rank] += line.seconds
     order = sorted(rows, key=lambda name: (name == REST, -sum(rows[name].values())))
     lines = [["ms of step " + str(step), *(f"rank {rank}" for rank in shown)]]
     lines += [[name, *(_ms(rows[name].get(rank, 0.0)) for rank in shown)] for name in order]

@@ -15,13 +15,7 @@ from shardwright.engine.groups.gradient_state import mark_of
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.optimizers.registry import registry
 from shardwright.engine.unit import unit_of, units_in
-from shardwright.observe.memory.report import (
-    NO_GROUP,
-    Amount,
-    Category,
-    MemoryReport,
-    merged,
-)
+from shardwright.observe.memory.report import NO_GROUP, Amount, Category, MemoryReport, merged
 from shardwright.transport.cpu.pages import allocated_nbytes
 
 

@@ -105,29 +105,19 @@ def _calls(found: Readiness) -> list[Trouble]:
             text = f"no rank reaches it at {found.hosts[rank].address} ({failed[callers[0], rank]})"
             troubles.append(Trouble("reach", (rank,), text, remedy))
         else:
-            troubles += [
-                Trouble(
-                    "reach",
-                    (caller,),
-                    f"doesn't reach rank {rank} at {found.hosts[rank].address} ({failed[caller, rank]})",
-                    remedy,
-                )
-                for caller in callers
-            ]
+            for caller in callers:
+                text = f"doesn't reach rank {rank} at {found.hosts[rank].address} ({failed[caller, rank]})"
+                troubles.append(Trouble("reach", (caller,), text, remedy))
     return troubles
 
 
 def _slow(found: Readiness) -> list[Trouble]:
     flows = found.flows(between=True)
-    far = {pair: s for pair, s in found.latencies(between=True).items() if s > _FAR_S}
+    remedy = "each collective takes at least as long: use hosts of one data centre"
     troubles = [
-        Trouble(
-            "latency",
-            (a,),
-            f"{1e3 * s:.0f} ms to rank {b}, one way",
-            "each collective takes at least as long: use hosts of one data centre",
-        )
-        for (a, b), s in far.items()
+        Trouble("latency", (a,), f"{1e3 * s:.0f} ms to rank {b}, one way", remedy)
+        for (a, b), s in found.latencies(between=True).items()
+        if s > _FAR_S
     ]
     if not flows:
         return troubles

@@ -4,13 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from shardwright.columns import in_columns, in_words
-from shardwright.observe.preflight.findings import (
-    HostReport,
-    Readiness,
-    Trouble,
-    clocks,
-    is_loopback,
-)
+from shardwright.observe.preflight.findings import HostReport, Readiness, Trouble, clocks, is_loopback
 from shardwright.observe.watch.diagnosis import spans
 
 _MOST_IN_GRID = 12

@@ -49,7 +49,7 @@ class Check:
         self._start = clock.monotonic()
         self._file: OwnFile | None = None
         self._listener: Responder | None = None
-        self._keys: Store | None = None
+        self._keys: Store  # from ``all`` on
 
     @property
     def passed_s(self) -> float:
@@ -94,7 +94,6 @@ class Check:
     def share_verdict(self, troubles: list[Trouble]) -> dict[str, bool]:
         """What rank 0 found, on all ranks; returns on rank 0 when all have read it, or the time is over."""
         keys = self._keys
-        assert keys is not None
         if self.rank == 0:
             verdict = {"failed": bool(troubles), "measure": can_measure(troubles)}
             keys.set("verdict", json.dumps(verdict))
@@ -199,13 +198,10 @@ class Check:
         return LinkReport(tuple(calls), listener.flows)
 
     def _came(self, what: str) -> None:
-        assert self._keys is not None
         self._keys.add(f"came/{what}", 1)
 
     def _until_came(self, what: str, count: int, seconds: float) -> bool:
-        keys = self._keys
-        assert keys is not None
-        return self._until(lambda: keys.add(f"came/{what}", 0) >= count, seconds)
+        return self._until(lambda: self._keys.add(f"came/{what}", 0) >= count, seconds)
 
     def _until(self, done: Callable[[], bool], seconds: float) -> bool:
         """Whether it is so within ``seconds``."""

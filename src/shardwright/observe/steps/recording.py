@@ -107,9 +107,9 @@ class _Reader:
             WAIT: self._wait,
             DONE: self._done,
             SPAN: self._span,
-            LINE: self._line,
+            LINE: lambda line, at: self._lines.append((at, line)),
             DEVICE: self._device,
-            STALL: self._stall,
+            STALL: lambda transport, number, at: self._stalls.append((at, transport, number)),
             HELD: lambda *held: self.held.append(held),
             USE: self._use,
         }
@@ -171,16 +171,10 @@ class _Reader:
         if known is not None:  # what a device has ended all ranks had launched
             known.start, known.end, known.met = start, end, True
 
-    def _stall(self, transport: str, number: int, at: float) -> None:
-        self._stalls.append((at, transport, number))
-
     def _span(self, what: str, note: str, start: float, end: float) -> None:
         if what != "gc":
             self._spans.append((start, end))
         self._add(*(("gc", "") if what == "gc" else ("span", what)), (), start, end, note=note)
-
-    def _line(self, line: str, at: float) -> None:
-        self._lines.append((at, line))
 
     def _use(self, use: ThreadUse, at: float) -> None:
         if use.thread != process_state.thread:
