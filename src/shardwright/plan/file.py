@@ -228,13 +228,9 @@ def _text(plan: Plan) -> str:
 
 def _fields(of: Any) -> list[str]:
     """Lines of TOML, which has no null: without what is None or empty, or may come from the environment."""
-    values = [(each.name, getattr(of, each.name)) for each in fields(of)]
-    left_out = [("agreement", Agreement.STRICT)]
-    return [
-        f"{name} = {_value(value)}"
-        for name, value in values
-        if value not in (None, {}) and (name, value) not in left_out
-    ]
+    values = ((each.name, getattr(of, each.name)) for each in fields(of))
+    left_out = (None, {}, Agreement.STRICT)
+    return [f"{name} = {_value(value)}" for name, value in values if value not in left_out]
 
 
 def _value(value: Any) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -64,15 +65,11 @@ class Fit(NamedTuple):
 
 def fitted(points: Sequence[tuple[float, float]]) -> Fit:
     """The line through ``(x, seconds)`` with the least sum of squared relative errors."""
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    each = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / (
-        spread or 1.0
-    )
-    return Fit(max(mean_y - each * mean_x, 0.0), max(each, 0.0))
+    if len(points) == 1:
+        return Fit(points[0][1], 0.0)
+    x, seconds = zip(*points, strict=True)
+    each, at_zero = np.polyfit(x, seconds, 1, w=[1 / one for one in seconds])
+    return Fit(max(float(at_zero), 0.0), max(float(each), 0.0))
 
 
 def of_first_rank(make: Callable[[], Cluster | None]) -> Cluster | None:

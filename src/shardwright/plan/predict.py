@@ -15,13 +15,7 @@ from shardwright.observe.steps.drawing import Drawing
 from shardwright.options import check, limited
 from shardwright.plan.answer import in_words
 from shardwright.plan.cluster import FULL, Cluster
-from shardwright.plan.constants import (
-    ACCURACY,
-    MEMORY_ERROR,
-    PUBLISHED_NETWORK,
-    PUBLISHED_RANKS,
-    Accuracy,
-)
+from shardwright.plan.constants import ACCURACY, MEMORY_ERROR, PUBLISHED_NETWORK, PUBLISHED_RANKS, Accuracy
 from shardwright.plan.events import TracedGroup
 from shardwright.plan.file import offload_name
 from shardwright.plan.groups import traced_groups
@@ -372,15 +366,12 @@ def estimate(
 
 
 def workload_of(
-    model: nn.Module | Architecture,
-    sample: Any,
-    choice: Choice,
-    loss: Callable[[Any], Tensor] | None = None,
+    model: nn.Module | Architecture, sample: Any, choice: Choice, loss: Callable[[Any], Tensor] | None = None
 ) -> Workload:
     """The model and one microbatch, in the groups of ``choice``. Raises: InputError as ``estimate``."""
     if isinstance(model, Architecture):
         return workload_of_numbers(model, a_microbatch(sample, choice))
-    args, named = _arguments(sample)
+    args, named = arguments(sample)
     groups = chosen_groups(model, choice)
     quantised = next((name for name, module in model.named_modules() if encodings(module)), None)
     if quantised is not None:
@@ -479,7 +470,8 @@ def _itemsizes(policy: MixedPrecisionPolicy) -> tuple[int, int]:
     return (policy.gather_dtype or params).itemsize, policy.sum_dtype(torch.float32, params).itemsize
 
 
-def _arguments(sample: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def arguments(sample: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What a model is called with for a sample: by position, and by name. Raises: InputError for nothing."""
     if isinstance(sample, Tensor):
         return (sample,), {}
     if isinstance(sample, Mapping) and sample:

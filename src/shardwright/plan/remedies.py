@@ -168,12 +168,7 @@ def _space(case: Exhausted) -> tuple[Space, Candidate]:
     inner = [group for group, name in names.items() if name != "(root)"]
     stays = [runtime.requested(group).reshard_after_forward is False for group in inner] or [False]
     world = first.axis.world
-    choice = Choice(
-        groups=parts,
-        mp_policy=first.policy,
-        shards=world,
-        policy=runtime.policy,
-    )
+    choice = Choice(groups=parts, mp_policy=first.policy, shards=world, policy=runtime.policy)
     ranks = world * first.axis.num_copies
     here = math.gcd(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     spec = _device(first.axis.device, case.capacity_nbytes)

@@ -32,12 +32,7 @@ RUN_COLUMNS = (
 )
 
 COLUMNS: tuple[str, ...] = (
-    "row_id",
-    "step_time_s",
-    "tokens_per_s_per_gpu",
-    "peak_active_gib",
-    "peak_reserved_gib",
-    "fits",
+    *("row_id", "step_time_s", "tokens_per_s_per_gpu", "peak_active_gib", "peak_reserved_gib", "fits"),
 )
 """Of the table of predictions."""
 
@@ -206,25 +201,20 @@ def _shards(cells: _Cells, ranks: int) -> int:
 def _batch(cells: _Cells, microbatches: int) -> Microbatch:
     framework, said = cells.text("framework"), cells.text("activation_ckpt")
     every = re.fullmatch(r"selective_every_(\d+|n)\D*", said)
-    recompute = Recompute.FULL
+    recompute, of_layers = Recompute.FULL, 1
     if not every:
         meant = {"none|": Recompute.NONE, "full": Recompute.FULL, "selective_op": Recompute.SELECTIVE}
-        recompute = cells.one_of(
-            "activation_ckpt",
-            meant,
-            "none, full, selective_op or selective_every_2nd_layer (or another number)",
-        )
+        expected = "none, full, selective_op or selective_every_2nd_layer (or another number)"
+        recompute = cells.one_of("activation_ckpt", meant, expected)
     elif every[1] == "0":
         raise cells.refusal("activation_ckpt", "every 1st layer or fewer")
+    else:
+        of_layers = 2 if every[1] == "n" else int(every[1])  # n isn't stated: 2, or 1 where that fits
     return Microbatch(
         cells.whole("seq_len_tokens"),
         _sequences(cells, microbatches),
         recompute,
-        1
-        if not every
-        else 2
-        if every[1] == "n"
-        else int(every[1]),  # n isn't stated: 2, or 1 where that fits
+        of_layers,
         compiled=cells.flag("torch_compile"),
         fused_loss="llm-foundry" in framework,
         fused_norms="fused_rmsnorm" in framework,

@@ -239,10 +239,8 @@ class _Step:
         prices, numel = self.prices, self.workload.trained // self.prices.shards
         seconds = prices.optimizer(numel)
         if self.offload is None:
-            step_s, computed = (
-                self.lanes.run("compute", "optimizer", seconds, self.now()),
-                self.computed + seconds,
-            )
+            step_s = self.lanes.run("compute", "optimizer", seconds, self.now())
+            computed = self.computed + seconds
         else:
             step_s, computed = self._optimizer_beside_host(numel, seconds), self.computed
         for _ in range(microbatches - len(ends)):

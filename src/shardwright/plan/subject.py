@@ -3,7 +3,7 @@
 Both give workloads; ``estimate``, ``search`` and the inverse questions are the same from there on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.plan.events import cut_from
-from shardwright.plan.predict import Choice, a_microbatch, chosen_groups, workload_of
+from shardwright.plan.predict import Choice, a_microbatch, arguments, chosen_groups, workload_of
 from shardwright.plan.transformer import Architecture, Microbatch, workload
 from shardwright.plan.workload import Workload
 from shardwright.torch_private import tree_map
@@ -95,13 +95,8 @@ def of_architecture(arch: Architecture, batch: Microbatch) -> Subject:
 
 
 def _first_tensor(sample: Any) -> Tensor | None:
-    values = (
-        sample.values()
-        if isinstance(sample, Mapping)
-        else sample
-        if isinstance(sample, list | tuple)
-        else [sample]
-    )
+    args, named = arguments(sample)
+    values = [*args, *named.values()]
     return next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
 
 
