@@ -11,8 +11,9 @@ from typing import Any
 from shardwright.cli.outputs import check_file
 from shardwright.cli.verb import add_verb
 from shardwright.recipe.keys import add_keys, given_keys
+from shardwright.recipe.resolve import resolve
 from shardwright.recipe.shipped import SHIPPED
-from shardwright.recipe.template import KINDS, SCHEMA_FILE, commented, resolve_kind, schema
+from shardwright.recipe.template import KINDS, SCHEMA_FILE, commented, schema
 
 
 def add_commands(commands: Any) -> None:
@@ -45,7 +46,8 @@ def add_commands(commands: Any) -> None:
 
 def run(known: argparse.Namespace) -> int:
     """Write both files. Raises: ConfigError where FILE exists or can't be written, or a value is wrong."""
-    resolved = resolve_kind(known.kind, given_keys(known))
+    kind: str = known.kind
+    resolved = resolve(SHIPPED[KINDS.get(kind, kind)], given_keys(known))
     path = Path(known.file)
     check_file(path)
     check_file(path.with_name(SCHEMA_FILE), may_exist=True)

@@ -20,13 +20,7 @@ from shardwright.plan.cluster import GIB, Cluster, device
 from shardwright.plan.configs import architecture, has_numbers, is_config
 from shardwright.plan.constants import Constants
 from shardwright.plan.predict import Choice, price
-from shardwright.plan.questions import (
-    Fitting,
-    fewest_ranks,
-    largest_batch,
-    longest_sequence,
-    savings,
-)
+from shardwright.plan.questions import Fitting, fewest_ranks, largest_batch, longest_sequence, savings
 from shardwright.plan.search import fastest, planned
 from shardwright.plan.subject import Subject, of_architecture
 from shardwright.plan.transformer import Microbatch

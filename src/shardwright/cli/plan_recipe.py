@@ -9,7 +9,6 @@ from shardwright.errors import ConfigError
 from shardwright.plan.file import OFFLOADS
 from shardwright.plan.predict import Choice
 from shardwright.plan.subject import Subject, of_model
-from shardwright.recipe.config import Recipe
 from shardwright.recipe.inputs import check_inputs
 from shardwright.recipe.resolve import resolve
 from shardwright.train.eager import precision_of
@@ -25,7 +24,12 @@ def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
     options["accumulation"] = known.microbatches
     given = [(f"training.{key}", str(value)) for key, value in options.items() if value is not None]
     recipe = resolve(known.model, given).recipe
-    choice = _choice(recipe)
+    choice = Choice(
+        mp_policy=precision_of(recipe),
+        microbatches=recipe.training.accumulation,
+        offload=OFFLOADS[recipe.training.offload],
+        base="nf4" if recipe.base.quantise == "nf4" else "plain",
+    )
     if known.out or known.search or known.savings or known.recompute is not None:  # a plan names the blocks
         choice = replace(choice, recompute=float(recipe.training.activation_checkpointing))
         training = recipe.training.model_copy(update={"activation_checkpointing": False})
@@ -42,13 +46,3 @@ def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
     check_inputs(recipe)
     tuned = import_module("shardwright.finetune.expected")  # transformers comes with an extra
     return tuned.subject_of(recipe, choice), choice
-
-
-def _choice(recipe: Recipe) -> Choice:
-    training = recipe.training
-    return Choice(
-        mp_policy=precision_of(recipe),
-        microbatches=training.accumulation,
-        offload=OFFLOADS[training.offload],
-        base="nf4" if recipe.base.quantise == "nf4" else "plain",
-    )

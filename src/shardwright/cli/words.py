@@ -20,7 +20,7 @@ def checked(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str]:
         if word == "--":
             words += given[place:]
             break
-        commands = _commands(parser)
+        commands = next((each.choices for each in parser._actions if isinstance(each.choices, dict)), {})
         if word.startswith("--") and " " not in word:
             name, equals, value = word.partition("=")
             name = name.replace("-", "_").replace("__", "--", 1) if "." in name else name
@@ -38,8 +38,3 @@ def checked(parser: argparse.ArgumentParser, given: Sequence[str]) -> list[str]:
     if unknown:
         raise ConfigError(f"{parser.prog}: unknown option {', '.join(unknown)} (see {parser.prog} --help)")
     return words
-
-
-def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The commands that a parser has, by name."""
-    return next((each.choices for each in parser._actions if isinstance(each.choices, dict)), {})

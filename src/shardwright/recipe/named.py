@@ -25,8 +25,7 @@ def named(key: str, name: str) -> Callable[..., Any]:
             raise
         raise InputError(
             f"{key} = {name!r}: there is no module {error.name!r}, neither in {os.getcwd()} nor "
-            "installed; start in "
-            "the folder that has it, or install it"
+            "installed; start in the folder that has it, or install it"
         ) from None
     found = getattr(module, attribute, None)
     if not callable(found):

@@ -5,13 +5,11 @@ Both are made of the declarations in :mod:`shardwright.recipe.config`, which als
 
 import inspect
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwright.recipe.config import Recipe
-from shardwright.recipe.resolve import Resolved, entry, resolve
-from shardwright.recipe.shipped import SHIPPED
+from shardwright.recipe.resolve import Resolved, entry
 
 KINDS = {
     "pretrain": "quickstart",
@@ -25,12 +23,6 @@ SCHEMA_FILE = "shardwright.schema.json"
 """The schema's name beside the recipes that name it in their first line."""
 
 _WIDTH = 110
-
-
-def resolve_kind(kind: str, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
-    """The package's recipe of that kind or name, with ``overrides``. Raises: ConfigError where they don't
-    fit."""
-    return resolve(SHIPPED[KINDS.get(kind, kind)], overrides)
 
 
 def commented(resolved: Resolved) -> str:

@@ -3,7 +3,6 @@
 shardwright top RUN | HOST:PORT | FILE [--once] [--json]
 """
 
-import argparse
 from typing import Any
 
 from shardwright.cli.verb import add_verb, check_job, work
@@ -27,8 +26,4 @@ def add_commands(commands: Any) -> None:
     )
     top.add_argument("--once", action="store_true", help="print one table and leave")
     top.add_argument("--json", action="store_true", help="print what ranks say as objects, one per line")
-    top.set_defaults(call=work("top", _check))
-
-
-def _check(known: argparse.Namespace) -> None:
-    check_job(known.job)
+    top.set_defaults(call=work("top", lambda known: check_job(known.job)))
