@@ -25,7 +25,7 @@ def merge(tuned: Tuned, out: Path) -> None:
         )
     model = build(tuned)
     with reading(tuned, model) as read:
-        write_pretrained(model, out, read, tokenizer_from=tuned.base)
+        write_pretrained(model, out, read, tuned.base)
 
 
 def export(tuned: Tuned, out: Path) -> None:

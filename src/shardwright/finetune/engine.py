@@ -10,8 +10,6 @@ from torch import Tensor
 
 from shardwright import hf
 from shardwright.api import stats
-from shardwright.checkpoint import Restored, load
-from shardwright.checkpoint.url import Location
 from shardwright.data.feed import Feed
 from shardwright.data.windows import Batch
 from shardwright.errors import InputError
@@ -19,13 +17,14 @@ from shardwright.finetune.apart import keeps_apart
 from shardwright.finetune.generate import Wanted, generate, tokens_of
 from shardwright.finetune.objective import objective_of
 from shardwright.hf import library
-from shardwright.lora import add_lora, trained_part
+from shardwright.lora import add_lora
 from shardwright.ops.loss import loss_weights
 from shardwright.recipe.config import BaseConfig, Recipe
 from shardwright.recipe.named import named
-from shardwright.train.eager import RankEngine, opened, policies_of, set_up
+from shardwright.train.eager import RankEngine, policies_of
 from shardwright.train.flops import flops_per_token
 from shardwright.train.ranks import RankPlace
+from shardwright.transport.mesh import set_transport
 
 DTYPES = {"files": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -39,7 +38,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     Raises: as ``hf.load``.
     """
     base = recipe.base
-    set_up(recipe)
+    set_transport(recipe.schedule.transport)
     model = adapted_model(recipe)
     hf.shard(model, mesh=place.mesh, **policies_of(recipe))
     model.set_schedule_policy(recipe.schedule.policy())
@@ -152,15 +151,6 @@ class TunedEngine(RankEngine):
         self.model.train()
         loss_sum, targets = self.place.total(loss_sum, count)
         return loss_sum / targets
-
-    def save(self, path: Location, extra: dict[str, Any], step: int) -> None:
-        """See ``Engine``."""
-        self.save_model(trained_part(self.model), path, extra, step)
-
-    def restore(self, path: Location) -> Restored:
-        """See ``Engine``."""
-        with opened(self.optimizer):
-            return load(path, model=trained_part(self.model), optimizer=self.optimizer)
 
     @torch.no_grad()
     def sample(self, tokenizer: Any) -> str:

@@ -15,13 +15,10 @@ from shardwright.recipe.named import named
 
 
 class Objective(Protocol):
-    """``unit`` is what a loss is the mean over."""
-
-    @property
-    def unit(self) -> str: ...
+    """What is learned of a batch: a loss of each token, or of each pair of answers."""
 
     def count(self, batch: Batch) -> int:
-        """How many of that are in ``batch``."""
+        """How many tokens, or pairs, of ``batch`` have a loss."""
         ...
 
     def total(self, batch: Batch) -> Tensor:
@@ -44,8 +41,6 @@ class TokenLoss:
     own: given logits [b, t, words] in the dtype of the model's head and targets int64 [b, t], ``IGNORED``
     (-100) where nothing is learned; returns the sum over the others.
     """
-
-    unit = "token"
 
     def __init__(self, model: Any, own: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
         self._model, self._own = model, own
@@ -83,8 +78,6 @@ class PreferenceLoss:
     (``rewards/margins``), and the share of pairs in which it is above 0 (``rewards/accuracies``), as TRL
     calls them.
     """
-
-    unit = "pair"
 
     def __init__(self, model: Any, beta: float) -> None:
         self._model, self._beta, self._head_loss = model, beta, HeadLoss(model)

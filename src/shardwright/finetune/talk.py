@@ -49,8 +49,7 @@ class Speaker:
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 "the base's tokenizer has no chat template: put one beside it (chat_template.jinja), or "
-                "let the model "
-                "continue a text with shardwright sample --prompt TEXT"
+                "let the model continue a text with shardwright sample --prompt TEXT"
             )
         begin: list[Message] = [{"role": "system", "content": system}] if system else []
         messages = list(begin)

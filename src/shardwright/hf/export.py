@@ -139,9 +139,7 @@ def write_pretrained(
     model: nn.Module,
     folder: str | Path,
     read: Callable[[str], torch.Tensor],
-    *,
-    tokenizer_from: str | Path | None = None,
-    max_file_nbytes: int = MAX_FILE_NBYTES,
+    tokenizer_from: str | Path,
 ) -> None:
     """What ``save_pretrained`` writes, of a model without weights and with each tensor from elsewhere; one
     process.
@@ -152,7 +150,7 @@ def write_pretrained(
         there then.
     """
     sources = _plan(model)
-    files = by_file(sources, max_file_nbytes)
+    files = by_file(sources, MAX_FILE_NBYTES)
     with published(Path(folder)) as torn:
         torn.mkdir()
         fault = _write_weights(model, files, torn, lambda members: (read(m.name) for m in members), True)

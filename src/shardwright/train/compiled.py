@@ -65,6 +65,7 @@ class CompiledEngine:
     """See ``Engine``. ``batches`` are those of this process's devices, in order."""
 
     exposed_s = None  # collectives run inside the program
+    peak_nbytes = None  # XLA's to know
 
     def __init__(
         self, recipe: Recipe, place: DevicePlace, batches: Sequence[TrainBatches], windows: Tensor
@@ -132,11 +133,6 @@ class CompiledEngine:
     def full_state_dict(self) -> dict[str, Tensor]:
         """See ``Engine``."""
         return xla.full_state_dict(self.model)
-
-    @property
-    def peak_nbytes(self) -> int | None:
-        """See ``Engine``. That is XLA's to know."""
-        return None
 
     def sizes(self) -> Sizes:
         """See ``Engine``. What the compiled program holds at once is XLA's to know."""

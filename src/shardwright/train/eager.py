@@ -19,6 +19,7 @@ from shardwright.checkpoint import Restored, async_save, load, save
 from shardwright.checkpoint.url import Location, RemotePath
 from shardwright.data.text import TrainBatches, split_targets
 from shardwright.errors import ConfigError
+from shardwright.lora import trained_part
 from shardwright.module import FSDPModule
 from shardwright.observe.memory.report import Category, MemoryReport
 from shardwright.plan.file import OFFLOADS, Plan
@@ -44,7 +45,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
     """
     with torch.device("meta"):
         model = Transformer(recipe.model, activation_checkpointing=recipe.training.activation_checkpointing)
-    set_up(recipe)
+    set_transport(recipe.schedule.transport)
     if recipe.training.plan:
         fully_shard(model, plan=plan_of(recipe))
     else:
@@ -93,11 +94,6 @@ def precision_of(recipe: Recipe) -> MixedPrecisionPolicy:
 def policies_of(recipe: Recipe) -> dict[str, Any]:
     """Arguments of ``fully_shard``: what ``training.dtype`` and ``training.offload`` say."""
     return {"mp_policy": precision_of(recipe), "offload_policy": OFFLOADS[recipe.training.offload]}
-
-
-def set_up(recipe: Recipe) -> None:
-    """What holds for the whole process: how bytes move."""
-    set_transport(recipe.schedule.transport)
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Any:
@@ -223,12 +219,17 @@ class RankEngine(ABC):
             return None
         return self._held.total_nbytes - self._held.by_category[Category.OTHER]
 
-    def save_model(self, model: nn.Module, path: Location, extra: dict[str, Any], step: int) -> None:
-        """Save ``model``, or the part of it that is trained, with the optimizer: see ``Engine.save``."""
+    def save(self, path: Location, extra: dict[str, Any], step: int) -> None:
+        """See ``Engine``. Of a model with adapters these alone are saved."""
         write = async_save if isinstance(path, RemotePath) else save  # an upload would stop the training
-        keep = self.recipe.checkpoint.keep
+        model, keep = trained_part(self.model), self.recipe.checkpoint.keep
         with opened(self.optimizer):  # what goes on in the background has its own copy
             write(path, model=model, optimizer=self.optimizer, extra=extra, step=step, keep=keep)
+
+    def restore(self, path: Location) -> Restored:
+        """See ``Engine``."""
+        with opened(self.optimizer):
+            return load(path, model=trained_part(self.model), optimizer=self.optimizer)
 
     @abstractmethod
     def gradients(self, position: int) -> Tensor:
@@ -277,15 +278,6 @@ class EagerEngine(RankEngine):
     def heldout_loss(self) -> float:
         """See ``Engine``."""
         return heldout_loss(self.model, self._windows, self.recipe.training.batch_size, self.place)
-
-    def save(self, path: Location, extra: dict[str, Any], step: int) -> None:
-        """See ``Engine``."""
-        self.save_model(self.model, path, extra, step)
-
-    def restore(self, path: Location) -> Restored:
-        """See ``Engine``."""
-        with opened(self.optimizer):
-            return load(path, model=self.model, optimizer=self.optimizer)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """See ``Engine``."""

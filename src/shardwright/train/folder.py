@@ -200,9 +200,8 @@ class RunFolder:
         aside, number = self.root, 0
         while (moved := self.root.with_name(f"{self.root.name}.{number + 1}")).exists():
             number += 1
-            aside = (
-                moved if (moved / "model.safetensors").exists() or (moved / "exported").is_dir() else aside
-            )
+            if (moved / "model.safetensors").exists() or (moved / "exported").is_dir():
+                aside = moved
         return f" (the run before it is in {aside})" if aside != self.root else ""
 
 

@@ -207,9 +207,7 @@ class Loop:
         self._unchecked = reading
         due = step % training.log_every == 0 or step == training.steps
         loss, grad_norm, figures = reading.values() if due else (0.0, 0.0, {})
-        progress.step_s.append(
-            clock.perf_counter() - started
-        )  # after the reading, which waits for the device
+        progress.step_s.append(clock.perf_counter() - started)  # the reading has waited for the device
         progress.trained_s += progress.step_s[-1]
         progress.exposed_s.append((self.engine.exposed_s or 0.0) - exposed_s)
         if not due:
