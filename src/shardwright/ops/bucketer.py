@@ -189,14 +189,10 @@ class ReduceScatterBucketer:
             bucket = self._buckets[key] = _Bucket(comm, first, capacity, self._flights)
         under_way = len(self._flights)
         handle = bucket.add(inputs, callback_fn)
-        if len(self._flights) > under_way:
-            self._make_room()
+        if len(self._flights) > under_way:  # wait for the oldest, until no more than the cap are, or one is
+            while self._flights[1:] and sum(flight.nbytes for flight in self._flights) > self._cap_nbytes:
+                self._flights[0].land()
         return handle
-
-    def _make_room(self) -> None:
-        """Wait for the oldest collectives, until no more than the cap is under way, or one."""
-        while len(self._flights) > 1 and sum(flight.nbytes for flight in self._flights) > self._cap_nbytes:
-            self._flights[0].land()
 
     def flush(self) -> None:
         """Issue every bucket that has inputs, wait for all collectives, and run all callbacks.

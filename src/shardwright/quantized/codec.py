@@ -5,7 +5,7 @@ sharded, saved, loaded and gathered as any parameter is, and no rank needs anoth
 rows. A weight without a codec is *plain*: it travels cast to ``param_dtype``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,12 +76,3 @@ def encode_entries(module: nn.Module, state: dict[str, Any], prefix: str) -> Non
             codes, scales = encoding.codec.encode(value)
             state[prefix + name] = codes
             state[prefix + scales_name(name, encoding.codec)] = scales
-
-
-def named_encodings(model: nn.Module) -> Mapping[str, Encoding]:
-    """How weights of a model are encoded, by their names in it."""
-    return {
-        f"{path}.{name}" if path else name: encoding
-        for path, module in model.named_modules()
-        for name, encoding in encodings(module).items()
-    }
