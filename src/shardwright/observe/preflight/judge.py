@@ -43,13 +43,11 @@ def _missing(found: Readiness) -> list[Trouble]:
             "its own output says why, where it could start; else see that its host runs, and that from there "
             "MASTER_ADDR is a known name, and MASTER_PORT open. More time: --seconds"
         )
-        troubles.append(
-            Trouble("missing", tuple(absent), f"did not come within {found.waited_s:.1f} s", remedy)
-        )
+        text = f"did not come within {found.waited_s:.1f} s"
+        troubles.append(Trouble("missing", tuple(absent), text, remedy))
     if silent:
-        troubles.append(
-            Trouble("missing", tuple(silent), "came, and then reported nothing", "look at its own output")
-        )
+        text = "came, and then reported nothing"
+        troubles.append(Trouble("missing", tuple(silent), text, "look at its own output"))
     return troubles
 
 
@@ -184,17 +182,14 @@ def _packets(found: Readiness) -> list[Trouble]:
 def _clocks(found: Readiness) -> list[Trouble]:
     ahead = clocks(found) if found.hosts else {}
     middle = median(ahead.values()) if ahead else 0.0
-    return [
-        Trouble(
-            "clock",
-            (rank,),
-            f"the clock of host {found.hosts[rank].host} is {abs(s - middle):.2f} s "
-            f"{'ahead' if s > middle else 'behind'}",
-            "times in logs and of files on a common disk don't fit: on that host, start chronyd or ntpd",
-        )
-        for rank, s in sorted(ahead.items())
-        if abs(s - middle) > _CLOCK_S
-    ]
+    troubles = []
+    remedy = "times in logs and of files on a common disk don't fit: on that host, start chronyd or ntpd"
+    for rank, s in sorted(ahead.items()):
+        if abs(s - middle) > _CLOCK_S:
+            off = f"{abs(s - middle):.2f} s {'ahead' if s > middle else 'behind'}"
+            text = f"the clock of host {found.hosts[rank].host} is {off}"
+            troubles.append(Trouble("clock", (rank,), text, remedy))
+    return troubles
 
 
 def _memory_and_disk(found: Readiness) -> list[Trouble]:

@@ -102,21 +102,12 @@ def _shared(found: Readiness) -> list[str]:
     ahead = clocks(found)
     lines = ["versions  " + ", ".join(f"{name} {version}" for name, version in first.versions.items())]
     if len(ahead) > 1:
-        error = max(
-            (
-                c.latency_s
-                for report in found.links.values()
-                for c in report.calls
-                if c.to == min(found.hosts)
-            ),
-            default=0.0,
-        )
+        calls = [call for report in found.links.values() for call in report.calls]
+        error = max((call.latency_s for call in calls if call.to == min(found.hosts)), default=0.0)
         apart = max(ahead.values()) - min(ahead.values())
         lines.append(f"clocks    {1e3 * apart:.2f} ms apart at the most, known to {1e3 * error:.2f} ms")
     sharers = [rank for rank, report in found.links.items() if not report.unseen]
     if found.world > 1:
-        said = (
-            "all ranks see" if len(sharers) == found.world else f"{len(sharers)} of {found.world} ranks see"
-        )
-        lines.append(f"folder    {found.folder}: {said} what the others wrote")
+        who = "all ranks" if len(sharers) == found.world else f"{len(sharers)} of {found.world} ranks"
+        lines.append(f"folder    {found.folder}: {who} see what the others wrote")
     return lines
