@@ -55,16 +55,13 @@ def _question(found: Data) -> str:
 def _how(found: Data) -> str:
     """What was chosen."""
     reshard, kept, again = found["reshard_after_forward"], found["keep"], found["recompute"]
+    resharded = f"resharded to {reshard}" if reshard else "not resharded after the forward"
     words = [
         f" with {found['microbatches']} x {found['microbatch_tokens']:,} tokens on each a step",
         f"{found['groups']} groups sharded over {found['shards']}",
         f"{again:.0%} of the blocks computed again" if again else "",
         f"{kept:.0%} of the groups kept for the backward" if kept else "",
-        ""
-        if reshard is True
-        else f"resharded to {reshard}"
-        if reshard
-        else "not resharded after the forward",
+        "" if reshard is True else resharded,
         {"none": "", "all": "all on the host"}.get(found["offload"], f"{found['offload']} on the host"),
         "frozen weights in 4 bits" if found["base"] == "nf4" else "",
         "" if found["runtime"] == "shardwright" else f"by {found['runtime']}",

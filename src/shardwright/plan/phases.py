@@ -58,9 +58,8 @@ def _evaluation(schedule: Schedule, workload: Workload) -> dict[Category, int]:
     """Of a forward that keeps nothing, besides the states."""
     most: dict[Category, int] = {}
     unsharded = set[int]()
-    for entry, (event, stretch) in zip(
-        schedule.phases[Phase.FORWARD], workload.phases[Phase.FORWARD], strict=True
-    ):
+    forward = zip(schedule.phases[Phase.FORWARD], workload.phases[Phase.FORWARD], strict=True)
+    for entry, (event, stretch) in forward:
         for action in entry.actions:
             if action.kind is ActionKind.UNSHARD:
                 unsharded.update(action.groups)
@@ -84,11 +83,7 @@ def in_table(phases: dict[str, PhaseBytes], ranks: int) -> str:
     categories = [category for category in Category if totals[category]]
     rows = [["GiB", "device", *categories, "host", "disk"]]
     for name, phase in phases.items():
-        sizes = [
-            phase.total,
-            *(phase.nbytes.get(each, 0) for each in categories),
-            phase.host * ranks,
-            phase.disk,
-        ]
+        parts = (phase.nbytes.get(each, 0) for each in categories)
+        sizes = [phase.total, *parts, phase.host * ranks, phase.disk]
         rows.append([name, *(f"{nbytes / GIB:.1f}" if nbytes else "" for nbytes in sizes)])
     return "\n".join(in_columns(rows, ">"))
