@@ -91,16 +91,10 @@ class FineTuning:
         """See ``Job``."""
         base, adapter = self.recipe.base, self.recipe.adapter
         layers = "all linear layers" if adapter.targets == "auto" else ", ".join(adapter.targets)
-        return [
-            *self.feed.opening(self.recipe),
-            f"base: {base.folder}"
-            + ("" if base.quantise == "none" else f" in {base.quantise}")
-            + (
-                f", frozen; adapters of rank {adapter.rank} on {layers}"
-                if adapter.rank
-                else ", all of it is trained"
-            ),
-        ]
+        encoded = "" if base.quantise == "none" else f" in {base.quantise}"
+        adapters = f"frozen; adapters of rank {adapter.rank} on {layers}"
+        trained = adapters if adapter.rank else "all of it is trained"
+        return [*self.feed.opening(self.recipe), f"base: {base.folder}{encoded}, {trained}"]
 
     def engine(self) -> TunedEngine:
         """See ``Job``."""

@@ -121,25 +121,18 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     hidden, speed = summary["communication_hidden_share"], summary["tokens_per_s"]
     peak, process = summary["peak_unsharded_nbytes"], summary["peak_process_nbytes"]
     unit = summary["unit"]
+    largest = "not measured" if process is None else f"{in_words(process)} of the host"
+    share = summary["communication_share_of_step"]
+    how = "not measured" if hidden is None else f"{hidden:.0%}; exposed: {share:.1%} of a step"
     of_bytes = " (a token is a byte)" if unit == "byte" else ""
     return [
         ("parameters", f"{summary['parameters']:,}"),
         ("at rest, per rank", f"{in_words(at_rest)} of {in_words(full)} unsharded ({at_rest / full:.1%})"),
         ("peak unsharded", "not measured" if peak is None else f"{in_words(peak)} at once"),
         ("peak memory, per rank", _beside(summary["peak_nbytes"], summary["expected_peak_nbytes"])),
-        (
-            "peak memory, largest process",
-            "not measured" if process is None else f"{in_words(process)} of the host",
-        ),
+        ("peak memory, largest process", largest),
         ("speed", "no step was made" if speed is None else f"{speed:,.0f} tokens/s{of_bytes}"),
-        (
-            "communication hidden",
-            "one rank has none"
-            if summary["ranks"] == 1
-            else "not measured"
-            if hidden is None
-            else f"{hidden:.0%}; exposed: {summary['communication_share_of_step']:.1%} of a step",
-        ),
+        ("communication hidden", how if summary["ranks"] > 1 else "one rank has none"),
         *beside_prediction(summary.get("predicted")),
         ("held-out loss", f"{summary['heldout_loss']:.3f} nats per {unit}"),
         ("corpus's unigram entropy", f"{summary['unigram_entropy']:.3f} nats per {written(unit)}"),

@@ -32,6 +32,7 @@ from shardwright.checkpoint.storage import Held, holder
 from shardwright.checkpoint.url import Location
 from shardwright.columns import in_words
 from shardwright.errors import ConfigError
+from shardwright.extras import require
 from shardwright.observe.steps.recording import ring
 from shardwright.observe.watch.lifecycle import late_over_the_run
 from shardwright.plan.file import Plan
@@ -43,7 +44,7 @@ from shardwright.train.loop import WARM_UP_STEPS, Listener, Loop, Progress, Step
 from shardwright.train.ranks import LaunchedStop, life_of_a_rank
 from shardwright.train.report import Screen, beside_prediction, figures, written
 from shardwright.train.resume import batch_of, check_storage, choose, restore, with_saved_batch
-from shardwright.train.trackers import Row, TrackedRun, check_installed, tracking
+from shardwright.train.trackers import Row, TrackedRun, tracking
 from shardwright.transport.host_memory import peak_resident_nbytes, resident_nbytes
 from shardwright.transport.process import process_state
 
@@ -77,7 +78,7 @@ def _joined(recipe: Recipe) -> AbstractContextManager[TrainingProcess]:
 def _train(
     resolved: Resolved, place: TrainingProcess, screen: Screen, stop: StopRequest, prepare: Prepare
 ) -> None:
-    check_installed(resolved.recipe.track.to)
+    require("track", *resolved.recipe.track.to)
     folder = RunFolder(resolved.folder, resolved.recipe.checkpoint.folder)
     _claim(folder, place, make=False)
     check_storage(folder, place)

@@ -14,7 +14,6 @@ from shardwright.recipe.keys import add_keys, given_keys
 from shardwright.recipe.resolve import resolve
 from shardwright.train.launch import check_ranks
 from shardwright.train.tasks import is_rank
-from shardwright.train.trackers import check_installed
 
 
 def add_commands(commands: Any) -> None:
@@ -77,7 +76,7 @@ def _check(known: argparse.Namespace) -> None:
         require("hf", "transformers")
     if recipe.optimizer.kind == "adamw-8bit":
         require("bnb", "bitsandbytes")
-    check_installed(recipe.track.to)
+    require("track", *recipe.track.to)
     if not is_rank():
         check_ranks(recipe.launch.ranks, recipe.launch.ranks_per_core)
     if is_first():

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwright.extras import require
-
 logger = logging.getLogger(__name__)
 
 FILE = "trackers.json"
@@ -56,11 +54,6 @@ class Tracker(Protocol):
     def close(self, finished: bool) -> None:
         """The run has ended, or was stopped and may go on: everything is written when this returns."""
         ...
-
-
-def check_installed(names: Sequence[str]) -> None:
-    """Raises: MissingExtra for a tracker whose library isn't installed. Imports none."""
-    require("track", *names)
 
 
 @contextmanager
