@@ -154,11 +154,9 @@ def _value(name: str, leaf: str, text: str) -> Any:
     except ValueError:
         pass
     try:
-        return (
-            parsed(json.loads, text)
-            if text.lstrip()[:1] in ("[", "{")
-            else {"True": True, "False": False}[text]
-        )
+        if text.lstrip()[:1] in ("[", "{"):
+            return parsed(json.loads, text)
+        return {"True": True, "False": False}[text]
     except (ValueError, KeyError):
         return text
 

@@ -39,13 +39,9 @@ class PolicySection(Section):
 
     def policy(self) -> Any:
         """The policy itself."""
-        values = {field: getattr(self, field.name) for field in dataclasses.fields(self.made_of)}
-        return self.made_of(
-            **{
-                field.name: None if _stands_for_none(field, value) else value
-                for field, value in values.items()
-            }
-        )
+        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self.made_of))
+        given = {field.name: None if _stands_for_none(field, v) else v for field, v in values}
+        return self.made_of(**given)
 
 
 def _stands_for_none(field: Any, value: object) -> bool:

@@ -26,11 +26,9 @@ def mesh_for(
             raise InputError("give either process_group or device_mesh, not both: they say the same thing")
         if strategy.is_hybrid and mesh.ndim != 2:
             raise InputError(f"{strategy.name} needs a 2-D device_mesh (copies, shards), got {mesh.ndim}-D")
-        return (
-            mesh
-            if strategy is not ShardingStrategy.NO_SHARD
-            else _copies(mesh.mesh.flatten().tolist(), mesh.device_type)
-        )
+        if strategy is ShardingStrategy.NO_SHARD:
+            return _copies(mesh.mesh.flatten().tolist(), mesh.device_type)
+        return mesh
     default = resolve(None).mesh
     kind = device_type or default.device_type
     if strategy.is_hybrid:
