@@ -413,7 +413,7 @@ def test_the_schedule_of_a_module_is_what_was_planned_of_its_phases():
 def test_followers_that_would_go_on_differently_have_different_snapshots():
     follower = Follower(ONE_BY_ONE, [PLAIN], Mode.LOCAL)
     seen = [follower.snapshot()]
-    follower.begin(Phase.FORWARD, 9, Local())
+    follower.begin(Phase.FORWARD, 9, Local(), held=False)
     seen.append(follower.snapshot())
     follower.on(Event(EventKind.FORWARD_BEGIN, 0))
     assert len({*seen, follower.snapshot()}) == 3

@@ -96,7 +96,7 @@ class Follower(Following):
 
     # ---- events
 
-    def begin(self, phase: Phase, entry: int, local: Local, held: bool = False) -> Step:
+    def begin(self, phase: Phase, entry: int, local: Local, held: bool) -> Step:
         """Enter a phase; where ranks agree every rank does, for the same module.
 
         Inside of another one all is asked for. held: the caller has unsharded what it needs (``Mode.HELD``).
