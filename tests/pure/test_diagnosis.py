@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from shardwright import clock
 from shardwright.errors import CommError, InputError, MissingExtra, StorageError
 from shardwright.observe.ledger.lateness import Late, history
 from shardwright.observe.watch.diagnosis import FOREIGN_S, diagnose, spans
@@ -24,6 +26,7 @@ from shardwright.observe.watch.findings import (
 from shardwright.observe.watch.status import status
 from shardwright.observe.watch.status_exchange import StatusExchange, answer_of
 from shardwright.observe.watch.table import table, tell
+from shardwright.observe.watch.watchdog import Watch, _Known
 from shardwright.policy import WatchPolicy
 
 POLICY = WatchPolicy()
@@ -314,3 +317,21 @@ def test_no_network_is_slow_where_ranks_share_memory():
         logs = {name: dataclasses.replace(answer.logs[name], in_memory=True)}
         object.__setattr__(answer, "logs", logs)
     assert diagnose(found(*answers), POLICY).remedy == "The host is busy."
+
+
+def test_a_rank_that_answers_each_call_too_late_is_not_silent(monkeypatch):
+    now, answered = [0.0], [0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    watch = object.__new__(Watch)
+    watch.rank, watch._known = 0, _Known()
+    watch.reach = SimpleNamespace(answered=lambda rank: answered[0], hosts=dict)
+
+    def silent_s(lately: bool) -> float:
+        for _ in range(10):
+            now[0] += 5.0
+            answered[0] += lately
+            found = watch._heard(Findings(2, {}, silent={1: 0.7}))
+        return found.silent[1]
+
+    assert silent_s(lately=True) == 0.0
+    assert silent_s(lately=False) == 50.0

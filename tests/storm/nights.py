@@ -149,7 +149,7 @@ def drawn(seed: int) -> Plan:
         momentum=chance.choice((0.0, 0.5)),
         keeps_store=chance.random() < 0.5,
         network=(
-            chance.choice((0.0, 2e-5, 5e-4, 2e-2)),
+            chance.choice((0.0, 2e-5, 5e-4)),
             chance.choice((0.0, 1.0, 10.0)),
             chance.choice((float("inf"), 1e9, 1e6)),
         ),

@@ -27,6 +27,7 @@ def test_a_night_that_once_went_wrong_goes_well(seed):
     night(seed)
 
 
+@pytest.mark.exhaustive
 def test_new_nights_go_well():
     end, seeds = clock.monotonic() + 4.0, Random()
     while clock.monotonic() < end:

@@ -52,6 +52,7 @@ def test_a_rank_alone_is_exact_whatever_it_runs_and_asks_nobody():
     assert len(alone) > 30
 
 
+@pytest.mark.exhaustive
 def test_nights_of_fresh_seeds_keep_every_promise():
     start = clock.monotonic()
     failed = {
