@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from shardwright.engine.groups.group import Stage
+from shardwright.engine.step import consensus
 from shardwright.engine.step.consensus import Consensus
 from shardwright.errors import Diverged
 from shardwright.policy import SchedulePolicy
@@ -42,6 +43,7 @@ from shardwright.schedule.sync import (
     SyncPoint,
 )
 from shardwright.transport.channel import COMBINE, Combine
+from shardwright.transport.process import process_state
 
 HEALTHY, DIVERGES, ALONE = "healthy", "diverges", "alone"
 """What a night may come to: every rank ends; every rank raises ``Diverged``; one rank is killed or raises,
@@ -770,6 +772,9 @@ def doors(plan: Plan) -> Iterator[None]:
     with (
         mock.patch.object(recorded, "FORGET_AFTER", plan.forget_after),
         mock.patch.object(RecordedSchedules, "replan", replan),
+        # What an error says of the process would make nights of two processes differ.
+        mock.patch.object(process_state, "step", 0),
+        mock.patch.object(consensus, "_user_line", lambda: "program"),
     ):
         gc.disable()  # a night has few circles, and to look for them takes a fifth of the time
         try:
