@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,13 @@ from tests.ranks.pool import as_torchrun, free_port, run_ranks
 def test_a_line_is_fitted_through_its_points_and_never_falls():
     assert fitted([(x, 3e-6 + 2e-9 * x) for x in (0.0, 10.0, 1e4, 1e7)]) == pytest.approx((3e-6, 2e-9))
     assert fitted([(1.0, 2.0), (2.0, 1.0)]).each == 0.0
+
+
+def test_a_link_on_which_more_bytes_took_less_time_has_a_bandwidth_that_a_file_can_hold(monkeypatch):
+    monkeypatch.setattr(measure, "_gather", lambda *_: None)
+    taken = iter([2.0, 2.0, 1.0, 1.0, 0.5])
+    timer = SimpleNamespace(comm=SimpleNamespace(world=2), share=1.0, seconds=lambda _: next(taken))
+    assert measure._link(timer, hops=1)[0] == measure._LINK_NBYTES[-1] / 0.5
 
 
 def measured(rank, world, port, path):
