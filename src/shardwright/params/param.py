@@ -149,7 +149,8 @@ class ShardedParam:
             self.beginning = Beginning(whole, self.local)
 
     def twin(self, *places: list[ParamSite]) -> "ShardedParam":
-        """A plain parameter, split in the same way, whose shard is what ``places`` show now."""
+        """Another parameter split in the same way, whose shard is what ``places`` show now: a plain
+        parameter."""
         twin = copy.copy(self)
         twin.sites = sites = places[0]
         shard: Any = parameters_of(sites[0].module)[sites[0].name]

@@ -175,7 +175,8 @@ class ParamLayout:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the storage order is the contiguous parameter's: no larger dim is left of the sharded."""
+        """Whether the storage order is that of the contiguous parameter: no larger dim is left of the sharded
+        one."""
         return self.outer <= 1
 
     def stacked(self, outer: int) -> "ParamLayout":
