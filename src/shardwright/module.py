@@ -354,8 +354,7 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         """Accepted, without effect: all-gathers are launched ahead here anyway."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A model of its own, sharded in the same way on the same mesh, with copies of the shards; at
-        rest."""
+        """A model of its own, at rest, sharded alike on the same mesh, with copies of the shards."""
         from shardwright.engine.building.clone import deep_copy  # noqa: PLC0415 copies alone
 
         model, modules = deep_copy(cast(nn.Module, self), memo)

@@ -391,6 +391,19 @@ def test_ranks_in_different_calls_are_told_which_and_where(how):
 
 
 @on_ranks(2)
+def test_a_rank_that_leaves_a_step_of_its_optimizer_out_is_told_at_the_next_forward(rank):
+    model = by_fully_shard()
+    run = Run.of(model)
+    for number in range(3):
+        loss_of(model, Step((ALL,)), rank, number).backward()
+        other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        other.step() if rank else None  # of no sharded model
+        run.step() if number < 2 or rank else run.optimizer.zero_grad()
+    with pytest.raises(Diverged, match=r"rank 0: .*after 2 steps of opt.*\n.*rank 1: .*after 3 steps of opt"):
+        model(inputs(rank, 3), ALL)
+
+
+@on_ranks(2)
 def test_no_optimizer_steps_with_a_backward_that_did_not_end_on_all_ranks(rank):
     model = by_fully_shard()
     run = Run.of(model)

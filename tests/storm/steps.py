@@ -169,9 +169,10 @@ class Rank:
         self.num_launched = self.num_said = self.num_asked = self.num_settled = 0
         self.sync = self.round = self.awaits = self.raises_at = self.began = self.error = None
         self.asked: frozenset[int] = frozenset()
-        self.words: tuple[list[int], Combine] = ([], "or")
+        self.words: tuple[list[int], Combine, str] = ([], "or", "")
         self.is_last, self.enters, self.failed = True, False, False
         self.has_ended = False  # by an error, or killed
+        self.num_steps = 0
 
     def __copy__(self) -> "Rank":
         copied = object.__new__(Rank)
@@ -187,7 +188,7 @@ class Rank:
         """All that its next steps depend on, hashable."""
         own = (self.place, self.actions[self.num_done :], self.sync, self.todo)
         waits = (self.round, self.awaits, self.began, tuple(map(tuple, self.answers)))
-        counts = (self.num_launched, self.num_said, self.num_settled, self.has_ended)
+        counts = (self.num_launched, self.num_said, self.num_settled, self.num_steps, self.has_ended)
         groups = tuple(tuple(group.__dict__.values()) for group in self.groups)
         return (*own, *waits, *counts, groups, self.asked, self.is_last, self.follower.snapshot())
 
@@ -224,12 +225,12 @@ class Rank:
         held = [group.number for group in self.groups if group.stage is not Stage.SHARDED]
         return Local(held=bits(held), smaller=bits(kept))
 
-    def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
+    def exchange(self, words: list[int], combine: Combine = "or", what: str = "") -> list[int]:
         """The answer of a round that has been; the first that hasn't ends the call."""
         if self.heard < len(self.answers):
             self.heard += 1
             return self.answers[self.heard - 1]
-        self.words = words, combine
+        self.words = words, combine, what
         raise _Said
 
     # ---- one thing after another
@@ -533,6 +534,7 @@ class Rank:
         """The optimizer steps, and gradients are cleared."""
         self.raises_at = None
         night.settle(self)
+        self.num_steps += 1
         for group in self.groups:
             if group.stage is not Stage.SHARDED:
                 stays = group.spec.keeps(Phase.BACKWARD) or self.plan.expects == DIVERGES
@@ -594,7 +596,7 @@ class Night:
     """The ranks of one job, and the launches and exchanges in which they meet.
 
     launches: ``(action, how many ranks have launched it, sums of what they sent)``. rounds: ``(how many ranks
-    have said it, the way to combine, words)``. history: of what happens, a line each, where it is wanted.
+    have said them, their kind, words)``. history: of what happens, a line each, where it is wanted.
     """
 
     def __init__(self, plan: Plan, history: list[str] | None = None) -> None:
@@ -602,7 +604,7 @@ class Night:
         self.world = len(plan.programs)
         self.ranks = [Rank(number, plan) for number in range(self.world)]
         self.launches: list[tuple[Action, int, tuple[int, ...]]] = []
-        self.rounds: list[tuple[int, Combine, list[int]]] = []
+        self.rounds: list[tuple[int, str, list[int]]] = []
         self.made: list[list[tuple[int | None, ...] | None]] = []
         self.progress = 0
 
@@ -656,17 +658,18 @@ class Night:
         kinds = (ActionKind.UNSHARD, ActionKind.REDUCE)
         return tuple(sorted((a.kind, group) for a in actions if a.kind in kinds for group in a.groups))
 
-    def say(self, rank: Rank, words: list[int], combine: Combine) -> int:
+    def say(self, rank: Rank, words: list[int], combine: Combine, what: str) -> int:
         """Words of an exchange; the number of the round. Raises: Elsewhere where others say other ones."""
         number, rank.num_said = rank.num_said, rank.num_said + 1
         self.progress += 1
+        kind = f"{len(words)} words{what} by {combine}"
         if number == len(self.rounds):
-            self.rounds.append((1, combine, words))
+            self.rounds.append((1, kind, words))
             return number
-        count, how, said = self.rounds[number]
-        if how != combine or len(said) != len(words):
-            raise Elsewhere(f"{len(words)} words are exchanged by {combine}, and {len(said)} by {how}")
-        self.rounds[number] = count + 1, how, list(map(COMBINE[how], said, words))
+        count, first, said = self.rounds[number]
+        if first != kind:
+            raise Elsewhere(f"{kind} are exchanged, and on other ranks {first}")
+        self.rounds[number] = count + 1, kind, list(map(COMBINE[combine], said, words))
         return number
 
     def is_answered(self, number: int) -> bool:

@@ -289,8 +289,7 @@ class Bound:
                 segment.kept.on, segment.kept.codes = what.changes, what.codes
 
     def is_current(self) -> bool:
-        """Whether every parameter is still the one that was found, with its memory, dtype, sites and
-        extension."""
+        """Whether every parameter is the one that was found, with its memory, dtype, sites and extension."""
         for (param, shown, name, num_sites), was in zip(self._found, self._shards, strict=True):
             sharded, local, dtype, device = was
             if param.sharded is not sharded or shown.get(name) is not sharded:

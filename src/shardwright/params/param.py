@@ -149,8 +149,7 @@ class ShardedParam:
             self.beginning = Beginning(whole, self.local)
 
     def twin(self, *places: list[ParamSite]) -> "ShardedParam":
-        """Another parameter split in the same way, whose shard is what ``places`` show now: a plain
-        parameter."""
+        """A plain parameter, split in the same way, whose shard is what ``places`` show now."""
         twin = copy.copy(self)
         twin.sites = sites = places[0]
         shard: Any = parameters_of(sites[0].module)[sites[0].name]

@@ -175,8 +175,7 @@ class ParamLayout:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the storage order is that of the contiguous parameter: no larger dim is left of the sharded
-        one."""
+        """Whether the storage order is the contiguous parameter's: no larger dim is left of the sharded."""
         return self.outer <= 1
 
     def stacked(self, outer: int) -> "ParamLayout":

@@ -80,11 +80,12 @@ def check_alike(comm: Comm, text: str, key: str) -> None:
 class Channel(Protocol):
     """Ranks that agree with each other. All of them call it equally often, with as many words."""
 
-    def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
-        """The ranks' ``words`` (int64), combined one by one; the same on every rank.
+    def exchange(self, words: list[int], combine: Combine = "or", what: str = "") -> list[int]:
+        """The ranks' ``words`` (int64), combined one by one; the same on every rank. what: they
+        are, so that a rank that exchanges as many others is told from this one.
 
         Every rank of the channel calls it, and none returns before all have.
-        Raises: CommError for a rank that has ended or does not come in time.
+        Raises: CommError for a rank that has ended, does not come in time, or exchanges other words.
         """
         ...
 
@@ -99,13 +100,13 @@ class AxisChannel:
         self._comm = comm.host  # not an accelerator's: nobody waits for a device to read a word back
         self._number = 0
 
-    def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
+    def exchange(self, words: list[int], combine: Combine = "or", what: str = "") -> list[int]:
         """See ``Channel.exchange``."""
         comm = self._comm
         if not self._number:  # all ranks are here for the first time; one of them may have made it earlier
             self._number = comm.num_channels = comm.num_channels + 1
         other = f", channel {self._number}" if self._number > 1 else ""
-        key = f"agreement on {len(words)} integers{other}"
+        key = f"agreement on {len(words)} integers{what}{other}"
         return comm.all_reduce_words(words, COMBINE[combine], key)
 
 
@@ -115,11 +116,11 @@ class JointChannel:
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = tuple(channels)
 
-    def exchange(self, words: list[int], combine: Combine = "or") -> list[int]:
+    def exchange(self, words: list[int], combine: Combine = "or", what: str = "") -> list[int]:
         """See ``Channel.exchange``."""
         # Both ways of combining are idempotent, so words may reach a rank twice, by any route.
         for channel in self._channels:
-            words = channel.exchange(words, combine)
+            words = channel.exchange(words, combine, what)
         return words
 
 
@@ -135,13 +136,13 @@ def broadcast(
     told: dict[int, bytes] = {}
     while True:
         silent = data is None or kind(key) in map(kind, told)
-        [first] = channel.exchange([NOTHING if silent else key], "min")
+        [first] = channel.exchange([NOTHING if silent else key], "min", ": key")
         if first == NOTHING:
             return told
         mine = data if data is not None and not silent and key == first else b""
-        [nbytes] = channel.exchange([len(mine)])
+        [nbytes] = channel.exchange([len(mine)], "or", ": size")
         # Seven bytes to a word: eight may be a number beyond int64. Who says nothing sends as many zeros,
         # which an OR leaves out.
         words = [int.from_bytes(mine[at : at + 7], "little") for at in range(0, nbytes, 7)]
-        said = b"".join(word.to_bytes(7, "little") for word in channel.exchange(words or [0]))
+        said = b"".join(word.to_bytes(7, "little") for word in channel.exchange(words or [0], "or", ": text"))
         told[first] = said[:nbytes]

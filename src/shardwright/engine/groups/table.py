@@ -1,5 +1,4 @@
-"""The groups of one model by number, and what is asked of each: by the caller, and by what follows from
-that."""
+"""The groups of one model by number, and what is asked of each: by the caller, or of itself."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ class GroupTable:
     requested: what was asked of each.
     root: the groups of the outermost module, which stay unsharded after a forward by default.
     chosen: whether it is up to date which groups move rows in use only.
+    num_steps: how often optimizers have stepped its parameters, outside of a backward.
     around: told of a phase outside of any other before it begins, and None when it has ended.
     events: the events of each group, ready-made. labels: what records call the groups; () before ``label``.
     """
@@ -39,6 +39,7 @@ class GroupTable:
         self.groups: list[ParamGroup] = []
         self.root: tuple[ParamGroup, ...] = ()
         self.chosen = False
+        self.num_steps = 0
         self.events: dict[tuple[EventKind, ParamGroup | None], Event] = {
             (EventKind.STEP_END, None): Event(EventKind.STEP_END)
         }
@@ -74,6 +75,11 @@ class GroupTable:
         group.regroup(params)
         self.chosen = False
 
+    def holds_any(self, params: Sequence[Any]) -> bool:
+        """Whether any of these sharded parameters is one of its groups'."""
+        asked = {id(param) for param in params}
+        return any(id(param.sharded) in asked for group in self.groups for param in group.params)
+
     def number(self, group: ParamGroup) -> int:
         """The group's place in ``groups``."""
         return self._index[group]
@@ -105,8 +111,7 @@ class GroupTable:
         return tuple(self.effective(index) for index in range(len(self.groups)))
 
     def choose(self, policy: SchedulePolicy) -> None:
-        """Have groups move rows in use only, or send what has changed, where ``policy`` says so and they
-        can."""
+        """Have groups move rows in use only, or send what has changed, as ``policy`` says."""
         left = _copies_nbytes(self.groups, policy)
         for group in self.groups:
             sends, nbytes = _sends(group, policy), gathered_nbytes(group)

@@ -3,6 +3,7 @@ one that it holds shards and steps them fast."""
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if known.num_params != len(params):
         _check(optimizer, params)
         known.num_params = len(params)
+        known.tables = WeakSet(table for table in tables if table.holds_any(params))
     pages = [group for group in groups if group.params[0].split.pages_state]
     splits = {id(param.sharded): param.split for group in pages for param in group.params}
     known.paged = {param: splits[id(param)] for param in params if id(param) in splits} if pages else {}
@@ -45,10 +47,8 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
 
         away.bring_state(optimizer, known.paged, known.on_host)
-    # Of a step that raised: the caller may have cleared these gradients since.
-    known.hidden = []
-    if isinstance(optimizer, Adafactor):
-        known.hidden = step_whole(optimizer)
+    # Not those of a step that raised: the caller may have cleared these gradients since.
+    known.hidden = step_whole(optimizer) if isinstance(optimizer, Adafactor) else []
     if kwargs.get("closure") is None and not any(map(callable, args[1:])):  # a closure brings gradients
         known.hidden += _set_aside_waiting(optimizer, params)
 
@@ -60,6 +60,8 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
     for param, grad in known.hidden:
         param.grad = grad
     known.hidden = []
+    for table in known.tables:  # inside of a backward the groups that all ranks have reduced are stepped
+        table.num_steps += current_graph_task() == -1
     if known.paged:
         from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
 
@@ -91,7 +93,7 @@ def _groups() -> list[ParamGroup]:
 
 
 def _check_settled(optimizer: Optimizer, params: list[Any]) -> None:
-    if any(model.holds_any(params) for model in tuple(unsettled)):
+    if any(model.table.holds_any(params) for model in tuple(unsettled)):
         raise StageError(
             f"{type(optimizer).__name__} would step with gradients of a backward that didn't end on all "
             "ranks: parameters would differ between them. Leave the step out where backward() raised; the "
@@ -146,17 +148,13 @@ def _check_runs_on_shards(optimizer: Optimizer, params: list[Any]) -> None:
 
 def _check_kernels(optimizer: Optimizer) -> None:
     """Raises: UnsupportedTorch for fused kernels that this torch can't be told to run on shards."""
-    kind = next((cls for cls in (torch.optim.SGD, torch.optim.Adagrad) if isinstance(optimizer, cls)), None)
-    for group in optimizer.param_groups if not has_optimizer_kernels() else ():
-        if (
-            kind is not None
-            and group.get("fused")
-            and any(isinstance(param, DTensor) for param in group["params"])
-        ):
-            raise UnsupportedTorch(
-                f"{kind.__name__}(fused=True) steps sharded parameters with torch 2.12 or newer, and this is "
-                f"{torch.__version__}: build it with foreach=True, or install a newer torch"
-            )
+    fused = [param for group in optimizer.param_groups if group.get("fused") for param in group["params"]]
+    kinds = () if has_optimizer_kernels() else (torch.optim.SGD, torch.optim.Adagrad)
+    if isinstance(optimizer, kinds) and any(isinstance(param, DTensor) for param in fused):
+        raise UnsupportedTorch(
+            f"{type(optimizer).__name__}(fused=True) steps sharded parameters with torch 2.12 or newer, and "
+            f"this is {torch.__version__}: build it with foreach=True, or install a newer torch"
+        )
 
 
 def _set_aside_waiting(optimizer: Optimizer, params: list[Any]) -> list[tuple[Any, Any]]:

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.groups.table import GroupTable
 from shardwright.engine.listeners import State
 from shardwright.params.placement import Split
 
@@ -17,12 +18,14 @@ from shardwright.params.placement import Split
 class KnownOptimizer:
     """One that has stepped.
 
-    num_params: that it had when it was checked. hidden: while it steps, parameters and their gradients that
-    it is not to see. paged: while it steps, parameters whose state was brought to the device for that.
-    on_host: by parameter and key the memory of the host that the state of such parameters lies in.
+    num_params: that it had when it was checked. tables: of the models whose parameters these are. hidden:
+    while it steps, parameters and their gradients that it is not to see. paged: while it steps, parameters
+    whose state was brought to the device for that. on_host: by parameter and key the memory of the host that
+    the state of such parameters lies in.
     """
 
     num_params: int = -1
+    tables: WeakSet[GroupTable] = field(default_factory=WeakSet)
     hidden: list[tuple[Any, Any]] = field(default_factory=list)
     paged: dict[Any, Split] = field(default_factory=dict)
     on_host: dict[tuple[int, Any], torch.Tensor] = field(default_factory=dict)

@@ -152,7 +152,8 @@ class Consensus:
             return None, None, None, None
         evaluates = point is SyncPoint.EVALUATION
         runs = point not in (SyncPoint.JOIN_EVALUATIONS, SyncPoint.FORWARD_END)
-        modes = None
+        # A rank that left a step of the optimizer out (its loss was nan, say) has other weights from then on.
+        modes = self._table.num_steps if point is SyncPoint.FORWARD else None
         if point is SyncPoint.BACKWARD:
             policies = [(group.reducer.policy, group.trainable) for group in self._table.groups]
             # Of bools and ints: unlike that of a string, their hash is the same in every process.
@@ -172,6 +173,8 @@ class Consensus:
         what = _NAMES[point]
         if name and point is not SyncPoint.JOIN_EVALUATIONS:
             what = f"{what} of {name}"
+        if point is SyncPoint.FORWARD:
+            what += f", after {self._table.num_steps} steps of optimizers"
         policies = [group.reducer.policy for group in self._table.groups]
         if point is SyncPoint.BACKWARD:
             reduced = sum(policy.reduce for policy in policies)
@@ -185,8 +188,8 @@ class Consensus:
         lines = "\n".join(f"  {text.decode(errors='replace')}" for _, text in said)
         raise Diverged(
             f"ranks are in different calls (one rank of each kind is shown):\n{lines}\n"
-            "Every rank must train, evaluate and save at the same places of its program, with the same "
-            "settings; only the groups that it uses and the number of its evaluations may differ"
+            "Every rank must train, step optimizers, evaluate and save at the same places of its program, "
+            "with the same settings; only the groups that it uses and the number of its evaluations may vary"
         )
 
 

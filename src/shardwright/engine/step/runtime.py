@@ -361,11 +361,6 @@ class Runtime:
             with self._turn:
                 self.executor.rest()
 
-    def holds_any(self, params: Sequence[Any]) -> bool:
-        """Whether any of these sharded parameters is the model's."""
-        asked = {id(param) for param in params}
-        return any(id(param.sharded) in asked for group in self.groups for param in group.params)
-
     def _follow(self, step: Step, began: float = 0.0) -> None:
         """The loop. What fails abandons all phases: the next outermost one starts clean. began: when that
         happened what it follows."""
