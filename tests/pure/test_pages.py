@@ -1,4 +1,4 @@
-"""Fresh buffers lie in huge pages where the kernel gives them on request."""
+"""Fresh buffers ask for huge pages; memory is used again."""
 
 import mmap
 import os
@@ -16,38 +16,30 @@ from shardwright.transport.cpu.pages import HUGE_PAGE_NBYTES, Pool, take_bytes
 CHOICE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def huge_nbytes(address: int) -> int:
-    """Bytes in huge pages of the mapping that holds ``address``."""
+def flags(address: int) -> list[str]:
+    """The kernel's flags of the mapping that holds ``address``: ``hg`` where huge pages were asked for."""
     found = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
         if bounds:
             found = int(bounds[1], 16) <= address < int(bounds[2], 16)
-        elif found and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) * 1024
+        elif found and line.startswith("VmFlags:"):
+            return line.split()[1:]
     raise AssertionError(f"no mapping holds {address:#x}")
 
 
-@pytest.mark.skipif(
-    not CHOICE.exists() or "[never]" in CHOICE.read_text(), reason="no huge pages on this kernel"
-)
+@pytest.mark.skipif(not CHOICE.exists(), reason="no huge pages on this kernel")
 @pytest.mark.parametrize("of_a_buffer", [False, True], ids=["taken", "buffer"])
-def test_fresh_memory_is_filled_in_huge_pages(of_a_buffer):
+def test_fresh_memory_asks_for_huge_pages_before_it_is_filled(of_a_buffer):
     nbytes = 48 * HUGE_PAGE_NBYTES  # more than malloc keeps, so that it maps it fresh
-    given = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    given.madvise(mmap.MADV_HUGEPAGE)
-    asked = torch.frombuffer(given, dtype=torch.uint8).fill_(1)
-    if huge_nbytes(asked.data_ptr() + nbytes // 2) < nbytes // 2:
-        pytest.skip("no huge pages are free on this machine now: a mapping that asks for them gets none")
     buffer = Buffer(nbytes, torch.device("cpu"))
     if of_a_buffer:
         buffer.alloc()
         memory = buffer.tensor(torch.uint8, 0, (nbytes,), (1,))
     else:
         memory = take_bytes(nbytes)
-    memory.fill_(1)
-    middle = memory.data_ptr() + nbytes // 2
-    assert huge_nbytes(middle) >= nbytes // 2
+    # How many the kernel then gives depends on what else the machine holds.
+    assert "hg" in flags(memory.data_ptr() + nbytes // 2)
 
 
 def test_small_and_empty_memory_is_left_alone():

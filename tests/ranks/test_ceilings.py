@@ -45,7 +45,7 @@ CEILINGS = {
     "code lines of the core": Ceiling(11_625, 9_700, _PLANNED),
     "code lines of src": Ceiling(37_985, 33_200, _PLANNED),
     "code lines of tests": Ceiling(44_340, 41_500, _SIMULATED),
-    "words of README and docs": Ceiling(59_990, 60_000),
+    "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
 }
 

@@ -120,7 +120,9 @@ def script(tmp_path):
 
 
 def test_a_killed_rank_is_started_again_and_the_next_attempt_trains(tmp_path, script):
-    agent = torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=2", script, str(tmp_path))
+    # The agent ends the others when it looks, so looking seldom leaves them time to say whom they lost.
+    arguments = ("--standalone", "--nproc-per-node=2", "--monitor-interval=5", "--max-restarts=2")
+    agent = torchrun(*arguments, script, str(tmp_path))
     with ended(agent):
         out, _ = agent.communicate(timeout=LIMIT_S)
     assert agent.returncode == 0, out
