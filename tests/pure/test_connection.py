@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from shardwright.errors import CommError
-from shardwright.transport.cpu import connection as connection_file
-from shardwright.transport.cpu.connection import HEAD, NO_RUNS, NOT_CODED, Connection, text_of
+from shardwright.transport.cpu import message as message_file
+from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
+from shardwright.transport.cpu.message import message_of
 from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.process import Launch, LaunchLog, process_state
@@ -29,7 +30,7 @@ class End:
 
     def send(self, number, parts, key="key", runs=None):
         transfer = Transfer(self.loop.endpoint, Launch(number, key, "", 0), list(parts))
-        self.connection.send(transfer, views_of(parts), runs)
+        self.connection.send(transfer, message_of(transfer.launch, list(views_of(parts)), runs))
         self.loop.go()
         return transfer
 
@@ -135,12 +136,33 @@ def test_what_lies_between_runs_is_zeros_and_is_not_sent(taking, expected_first)
 
 @pytest.mark.parametrize("run", [(0, 9), (-1, 3), (5, 5), (1 << 40, 1 << 41)])
 def test_a_damaged_table_of_runs_is_told_and_nobody_waits_for_ever(taking, run, monkeypatch):
-    monkeypatch.setattr(connection_file, "cut", lambda parts, runs: parts)
+    monkeypatch.setattr(message_file, "cut", lambda parts, runs: parts)
     sender, receiver = taking
     parts = [torch.ones(8, dtype=torch.uint8)]
     sender.send(1, parts, runs=[run])
-    with pytest.raises(CommError, match="rank 0 sent a table of runs outside of the 8 bytes of 'key'"):
+    with pytest.raises(CommError, match="the table of runs of 'key' from rank 0 arrived with other bits"):
         receiver.receive(1, parts).wait_received()
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("runs", [None, [(0, 2), (5, 8)]])
+def test_whichever_bit_of_a_message_is_flipped_on_the_way_nothing_of_it_is_used(runs, early):
+    parts = views_of([torch.arange(8, dtype=torch.uint8)])
+    sent = b"".join(message_of(Launch(1, "key", "", 0), list(parts), runs))
+    place = torch.zeros(8, dtype=torch.uint8)
+    for bit in range(8 * len(sent)):
+        peer, own = socket.socketpair()
+        end = End(1, own, takes_memory=runs is not None or early)
+        damaged = bytearray(sent)
+        damaged[bit // 8] ^= 1 << bit % 8
+        if early:
+            peer.sendall(damaged)
+        transfer = end.receive(1, [place])
+        if not early:
+            peer.sendall(damaged)
+        with pytest.raises(CommError, match="from rank 0 arrived with other bits than were sent"):
+            transfer.wait_received()
+        end.loop.join()
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -203,7 +225,8 @@ def test_how_long_a_message_took_is_on_record_whether_or_not_it_began_late():
     peer, own = socket.socketpair()
     end = End(1, own, False)
     log = end.loop.endpoint.log
-    head = [HEAD.pack(number, 8, NO_RUNS, NOT_CODED, text_of("key")) for number in (1, 2)]
+    eight = [memoryview(bytes(8))]
+    head = [bytes(message_of(Launch(number, "key", "", 0), eight)[0]) for number in (1, 2)]
     place = torch.empty(8, dtype=torch.uint8)
     late_slow = ((b"", head[0] + bytes(8)), (head[1], bytes(8)))
     for number, parts in enumerate(late_slow, 1):

@@ -1,6 +1,8 @@
 """A resumed run is the run that was never interrupted, and a restored model is the restored one in use."""
 
 import os
+import random
+import sys
 import threading
 import time
 import warnings
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import fully_shard
-from shardwright.checkpoint import Keep, async_save, background, load, save
+from shardwright.checkpoint import Keep, async_save, background, latest, load, save
 from shardwright.errors import CheckpointError
 from tests.ranks.pool import on_ranks, run_ranks
 
@@ -284,6 +286,37 @@ def in_the_background(rank: int, world: int, path: str) -> None:
 def test_a_save_in_the_background_is_of_the_moment_it_was_called(tmp_path):
     run_ranks(2, in_the_background, str(tmp_path))
     assert {p.name for p in tmp_path.glob("step-*")} == {f"step-00000{i}" for i in (2, 3, 4, 5)}
+
+
+def flipped_in_the_background(rank: int, world: int, path: str) -> None:
+    torch.manual_seed(1)
+    model, optimizer, scheduler = start()
+    train(model, optimizer, scheduler, range(1))
+    save(path, model=model, optimizer=optimizer, step=1)
+    saving = sys.modules["shardwright.checkpoint.save"]
+    chance, write = random.Random(rank), saving.write_shard
+
+    def write_flipped(file, items, pace):  # as a memory that loses a bit while the save waits
+        if rank == 1:
+            staged = [item.tensor for item in items if item.tensor.dim() and "rng" not in item.key]
+            bits = chance.choice([each for each in staged if each.numel() and each.is_contiguous()])
+            bits = bits.view(torch.uint8).view(-1)
+            bits[chance.randrange(bits.numel())] ^= 1 << chance.randrange(8)
+        return write(file, items, pace)
+
+    saving.write_shard = write_flipped
+    for _ in range(20):
+        with pytest.raises(
+            CheckpointError, match=r"of rank 1 changed in the memory of .*async_save\(step=2\)"
+        ):
+            async_save(path, model=model, optimizer=optimizer, step=2).wait()
+        assert latest(path) == Path(path, "step-000001")
+    saving.write_shard = write
+    async_save(path, model=model, optimizer=optimizer, step=2).wait()
+
+
+def test_a_bit_that_flips_in_what_is_saved_in_the_background_is_named_and_nothing_published(tmp_path):
+    run_ranks(2, flipped_in_the_background, str(tmp_path))
 
 
 def priority() -> int:

@@ -3,12 +3,13 @@
 python -m tests.storm steps --seed 17      that night, with its history
 python -m tests.storm disk --seconds 60    fresh seeds; prints those whose night breaks a promise
 python -m tests.storm engine --count 100   so many of them
-python -m tests.storm                      all depths, a third of the seconds each
+python -m tests.storm                      all depths, as many seconds each
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import SystemRandom
 from typing import NamedTuple
 
@@ -28,8 +29,9 @@ def _steps(seed: int, history: list[str] | None) -> int:
     return max(rank.num_settled for rank in weather.night(seed, history).ranks)
 
 
-def _engine(seed: int, history: list[str] | None) -> int:
-    night = nights.Night(nights.drawn(seed))
+def _engine(seed: int, history: list[str] | None, flips: bool = False) -> int:
+    plan = nights.drawn(seed)
+    night = nights.Night(nights.with_a_flipped_bit(plan) if flips else plan)
     try:
         night.run()
     finally:
@@ -48,6 +50,7 @@ def _disk(seed: int, history: list[str] | None) -> int:
 DEPTHS = {
     "steps": Depth("followers, schedules and consensus, on simulated groups and transports", _steps),
     "engine": Depth("all of a rank, on a simulated clock, network and store", _engine),
+    "bits": Depth("the same, where one bit flips on the way between two ranks", partial(_engine, flips=True)),
     "disk": Depth("checkpoints, on a disk that crashes, fills up and refuses", _disk),
 }
 

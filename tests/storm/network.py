@@ -8,7 +8,7 @@ off nothing arrives until they are joined again.
 import selectors
 import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ class Network:
         self.nbytes = 0
         self.flip_at = inf
         """The byte, counted over all connections, of which a bit is flipped on the way."""
+        self.on_flip: Callable[[], None] = lambda: None
         self._ports = iter(range(20_000, 60_000))
 
     # ---- hosts
@@ -201,11 +202,9 @@ class Stream:
             if network.nbytes <= network.flip_at < network.nbytes + len(data):
                 place = int(network.flip_at - network.nbytes)
                 network.sim.note(f"a bit flips on the way to {self.peer.process.name}", self.process)
-                data = (
-                    data[:place]
-                    + bytes([data[place] ^ 1 << network.sim.random.randrange(8)])
-                    + data[place + 1 :]
-                )
+                data = bytearray(data)
+                data[place] ^= 1 << network.sim.random.randrange(8)
+                network.on_flip()
             network.nbytes += len(data)
         self.peer._push(bytes(data))
         return len(data)

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,13 @@ def drawn(seed: int) -> Plan:
     )
 
 
+def with_a_flipped_bit(plan: Plan) -> Plan:
+    """That plan with one bit flipped on the way between two ranks, and nothing else wrong."""
+    chance = random.Random(f"flip {plan.seed}")
+    faults = [Fault("flip", events=int(10 ** chance.uniform(3, 6))) for _ in plan.worlds]
+    return replace(plan, faults=faults)
+
+
 class Night:
     """Attempts of one job on one folder, one after the other. truth: the weights after each step, as one
     process has them, with the optimizer's state."""
@@ -173,7 +180,7 @@ class Night:
         self.keys: dict[str, bytes] = {}
         self.began: list[str] = []
         self.history: list[tuple[float, str, str]] = []
-        self.steps = self.rank_steps = self.switches = 0
+        self.steps = self.rank_steps = self.switches = self.flips = 0
 
     # ---- what one process would have
 
@@ -366,7 +373,13 @@ class Night:
                 job.store.silent_until = sim.now + seconds
                 sim.at(sim.now + seconds, sim.look_at_all)
 
-        if kind in ("raise", "leave"):
+        def flipped() -> None:
+            self.flips += 1
+            self.begins_fault(sim)
+
+        if kind == "flip":
+            network.flip_at, network.on_flip = fault.events, flipped
+        elif kind in ("raise", "leave"):
             victim.on_end = lambda: sim.at(sim.now + LAUNCHER_S, lambda: self._end_all(job))
         elif kind != "none":
             victim.on_event = fault.events, now
@@ -399,11 +412,12 @@ class Night:
             outcome = outcomes.get(rank, "killed")
             if not happened or heals:
                 assert outcome == plan.steps, f"rank {rank} of a healthy job: {outcome!r}"
-            elif rank in victims:
+            elif rank in victims and kind != "flip":
                 continue
             elif outcome not in (plan.steps, "not begun"):
                 assert isinstance(outcome, ShardwrightError), f"rank {rank}: {outcome!r}"
-                assert kind == "silent store" or victims & _named(str(outcome)), str(outcome)
+                is_named = kind in ("silent store", "flip") or victims & _named(str(outcome))
+                assert is_named, str(outcome)
                 took_s = process.ended_s - self.fault_s
                 self.waits.append((kind, took_s, limit_s))
                 in_time = not self.is_promised or self.plan.network[0] > 1e-3 or took_s < limit_s

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.storm.nights import Night, Plan, drawn, told
+from tests.storm.nights import Night, Plan, drawn, told, with_a_flipped_bit
 
 KEPT = {
     "a rank that was stopped as ranks met doesn't take that for a silent store": replace(
@@ -31,6 +31,11 @@ def lived(plan: Plan) -> Night:
 @pytest.mark.parametrize("plan", KEPT.values(), ids=KEPT)
 def test_a_night_that_has_found_a_fault_is_survived(plan):
     lived(plan)
+
+
+def test_a_bit_that_flips_on_the_way_is_told_in_time_and_never_taken_in():
+    flips = [lived(with_a_flipped_bit(drawn(seed))).flips for seed in (1, 2)]
+    assert sum(flips) > 1
 
 
 @pytest.mark.exhaustive

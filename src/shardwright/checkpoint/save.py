@@ -138,7 +138,8 @@ class Snapshot:
     """What this rank is about to write: its part of every tensor, and the small state.
 
     ``rng`` is this rank's own random state, its tensors under ``rng/RANK``. ``fault`` is why the state
-    could not be collected; it is raised where all ranks can hear it.
+    could not be collected; it is raised where all ranks can hear it. ``crcs`` is the CRC-32 of each piece, by
+    key and offset, as it was copied for a save in the background.
     """
 
     parts: Mapping[str, Part]
@@ -147,6 +148,7 @@ class Snapshot:
     rng: Any = None
     rng_parts: Mapping[str, Part] = field(default_factory=dict)
     fault: str = ""
+    crcs: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
     def described(self) -> dict[str, str]:
         """What must be equal on all ranks, as text by key."""
@@ -203,7 +205,7 @@ def staged(snapshot: Snapshot) -> Snapshot:
         del _staging[key]
     if any(_is_on_device(part.local) for part in snapshot.parts.values()):
         wait_for_stream()
-    return replace(snapshot, parts=parts)
+    return replace(snapshot, parts=parts, crcs=_crcs(parts, owned=True))
 
 
 class _Save:
@@ -264,13 +266,16 @@ class _Save:
         ]
         file = self.storage.scratch(attempt) / f"shard-{self.group.rank:05d}{attempt.tag}.safetensors"
         pieces, nbytes = write_shard(file, items, pace)
+        for key, piece in ((key, piece) for key, found in pieces.items() for piece in found):
+            if snapshot.crcs.get((key, piece.offset), piece.crc32) != piece.crc32:
+                raise CheckpointError(
+                    f"{key} at {list(piece.offset)} of rank {self.group.rank} changed in the memory of "
+                    f"{platform.node()} between async_save(step={self.step}) and its file, by its CRC-32: "
+                    "that memory is damaged, or something writes to it. Nothing is published: save again, "
+                    "without that host where it happens again"
+                )
         self.storage.send(attempt, file)
-        copies = {
-            (key, box.offset): crc32_of(box, view)
-            for key, part in snapshot.parts.items()
-            if not part.owner
-            for box, view in part.views()
-        }
+        copies = _crcs(snapshot.parts, owned=False)
         rng = snapshot.rng_parts.items()
         entries = {k: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[k])) for k, p in rng}
         return Written(file.name, nbytes, pieces, copies, snapshot.rng, entries)
@@ -329,6 +334,16 @@ def _shortened(*texts: str) -> list[str]:
 def crc32_of(box: Box, view: torch.Tensor) -> int:
     """The CRC-32 of what this rank holds, as if it were one piece."""
     return crc32_in_chunks(box, box, view.element_size(), bits_in_chunks(view, box))
+
+
+def _crcs(parts: Mapping[str, Part], owned: bool) -> dict[tuple[str, tuple[int, ...]], int]:
+    """The CRC-32 of each piece that this rank writes, or that another rank does, by key and offset."""
+    return {
+        (key, box.offset): crc32_of(box, view)
+        for key, part in parts.items()
+        if part.owner is owned
+        for box, view in part.views()
+    }
 
 
 def _diverged(written: Sequence[Written]) -> dict[str, str]:

@@ -3,17 +3,14 @@
     caller       Connection.send(parts) / .receive(places)  ->  EventLoop.go()  ...  Transfer.wait_received()
     event loop   Connection.move(events): sendmsg / recvmsg_into, from and into the tensors' own memory
 
-A message is all that one collective has for one peer: a head (number and key of the collective, bytes) and
-the parts one after another, gathered and scattered by the kernel, so that nothing is packed. Where much of
-it is zeros (``sockets.filled_runs``), a table of runs follows the head, and of the parts only these. A coded
-message (``transport/cpu/coder.py``) has the code in place of the parts; it is queued before it is there, so
-that messages keep their order, and decoded by a thread of its own.
+A message (``transport/cpu/message.py``) is all that one collective has for one peer, gathered and scattered
+by the kernel, so that nothing is packed. A coded one is queued before it is there, so that messages keep
+their order, and decoded by a thread of its own.
 """
 
 import itertools
 import selectors
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,18 +20,21 @@ import torch
 from shardwright import clock
 from shardwright.transport.base import Kept
 from shardwright.transport.cpu.coder import Damaged
+from shardwright.transport.cpu.message import (
+    CODED,
+    FAILURE,
+    HEAD_NBYTES,
+    NOT_SUMMED,
+    WHOLE,
+    failure_message,
+    read_head,
+    text_of,
+)
 from shardwright.transport.cpu.pages import take_bytes
 from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
-from shardwright.transport.cpu.views import RUN, cut, skip, view_of, views_of
+from shardwright.transport.cpu.views import RUN, crc32_of, skip, view_of, views_of
 
-HEAD = struct.Struct("<qqqq96s")
-"""Number of the collective, bytes of the parts, number of runs, bytes of the code, key."""
-NO_RUNS = -1  # all of the parts are sent
-NOT_CODED = -1
-FAILURE = -1
-"""In place of a number: the message is text, of a failure from the collective in place of runs on."""
 TEXT_NBYTES = 4096  # at most, of such a message
-_KEY_NBYTES = 96
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Incoming:
     kept, code, places: of a coded message what is kept of each part, its memory, and where it is decoded to.
     transfer: who waits for it; None until the own rank comes to that collective.
     text: word of a failure from that collective on, which nobody waits for.
+    crc, sent_nbytes: what its head says of all that follows. found_crc: of what has followed so far.
     took_s: seconds from its head to its end; while it arrives, less the time of its end.
     """
 
@@ -61,12 +62,20 @@ class Incoming:
     places: deque[memoryview] = field(default_factory=deque)
     transfer: Transfer | None = None
     text: bytearray | None = None
+    crc: int = NOT_SUMMED
+    sent_nbytes: int = 0
+    found_crc: int = 0
     took_s: float = 0.0
 
     @property
     def arriving(self) -> bool:
-        """Whether some of it is still to come."""
-        return bool(self.views) or self.runs is not None or self.code is not None
+        """Whether some of it is still to come, or came with other bits."""
+        return bool(self.views) or self.runs is not None or self.code is not None or self.is_damaged
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether what has come isn't what was sent; also while it comes."""
+        return self.crc not in (NOT_SUMMED, self.found_crc)
 
     def take_text(self, number: int) -> None:
         """Become word of a failure from the collective ``number`` on."""
@@ -92,11 +101,6 @@ class Outgoing:
     views: deque[memoryview]
     transfer: Transfer | None
     ready: bool = True
-
-
-def text_of(key: str) -> bytes:
-    """A collective's key, as it travels."""
-    return key.encode()[:_KEY_NBYTES]
 
 
 # Gloo's thread wakes for every 64 KiB that arrive. Of 96 MiB each way at 1 Gbit/s, in messages of 2 MiB
@@ -125,7 +129,7 @@ class Connection:
         self._expected: deque[Incoming] = deque()  # named by the own rank, head not yet arrived
         self._early: deque[Incoming] = deque()  # arrived, or arriving, before the own rank named them
         self._current: Incoming | None = None
-        self._head = bytearray(HEAD.size)
+        self._head = bytearray(HEAD_NBYTES)
         self._head_views = deque([memoryview(self._head)])
         self._mark = 1
 
@@ -146,46 +150,29 @@ class Connection:
     def tell(self, failure: CollectiveFailure) -> None:
         """See ``Link.tell``."""
         text = failure.why.encode()[:TEXT_NBYTES]
-        head = HEAD.pack(FAILURE, len(text), failure.number, NOT_CODED, b"")
         with self.endpoint.changed:
-            self._out.append(Outgoing(deque([memoryview(head + text)]), None))
+            self._out.append(Outgoing(deque(failure_message(failure.number, text)), None))
 
     # ---- called by the rank's own thread
 
-    def send(
-        self, transfer: Transfer, parts: deque[memoryview], runs: Sequence[tuple[int, int]] | None = None
-    ) -> int:
-        """Queue a message; ``EventLoop.go`` follows. Its memory may change after ``transfer.wait_sent``.
-
-        runs: ``(start, stop)`` bytes of all parts together that are sent, in order, the rest being zeros; for
-            connections that take memory. Returns the bytes that will be sent, without the head.
-        """
-        nbytes = sum(map(len, parts))
-        num_runs = NO_RUNS
-        if runs is not None:
-            num_runs = len(runs)
-            table = memoryview(b"".join(itertools.starmap(RUN.pack, runs)))
-            parts = deque(view for view in (table, *cut(parts, runs)) if len(view))
-        sent = sum(map(len, parts))
-        head = HEAD.pack(transfer.launch.number, nbytes, num_runs, NOT_CODED, text_of(transfer.launch.key))
-        parts.appendleft(memoryview(head))
+    def send(self, transfer: Transfer, parts: Sequence[memoryview]) -> int:
+        """Queue a message (see ``message_of``); ``EventLoop.go`` follows. Its memory may change after
+        ``transfer.wait_sent``. Returns the bytes that will be sent, without the head."""
         with self.endpoint.changed:
             transfer.sending.add(self)
-            self._out.append(Outgoing(parts, transfer))
-        return sent
+            self._out.append(Outgoing(deque(parts), transfer))
+        return sum(map(len, parts)) - HEAD_NBYTES
 
-    def send_later(self, transfer: Transfer) -> Callable[[int, Sequence[memoryview]], None]:
-        """Queue a message that is still being coded. Give what is returned, from any thread, the bytes of the
-        parts and the code, whose memory may change as that of ``send``; ``EventLoop.go`` follows."""
+    def send_later(self, transfer: Transfer) -> Callable[[Sequence[memoryview]], None]:
+        """Queue a message that is still being coded. Give it to what is returned, from any thread; its memory
+        may change as that of ``send``; ``EventLoop.go`` follows."""
         outgoing = Outgoing(deque(), transfer, ready=False)
         with self.endpoint.changed:
             transfer.sending.add(self)
             self._out.append(outgoing)
 
-        def fill(nbytes: int, code: Sequence[memoryview]) -> None:
-            launch, coded_nbytes = transfer.launch, sum(map(len, code))
-            head = HEAD.pack(launch.number, nbytes, NO_RUNS, coded_nbytes, text_of(launch.key))
-            outgoing.views.extend((memoryview(head), *code))
+        def fill(parts: Sequence[memoryview]) -> None:
+            outgoing.views.extend(parts)
             outgoing.ready = True
 
         return fill
@@ -274,9 +261,7 @@ class Connection:
             assert self._current is not None
             if not self._fill(self._current.views):
                 return
-            if self._current.runs is None:
-                self._finish()
-            elif not self._place_runs():
+            if not (self._finish() if self._current.runs is None else self._place_runs()):
                 return
 
     def _fill(self, views: deque[memoryview]) -> bool:
@@ -295,6 +280,9 @@ class Connection:
                     f"{self.endpoint.name(self.peer)} has ended, or left the mesh; its own error says why"
                 )
                 return False
+            current = self._current
+            if current is not None and current.crc != NOT_SUMMED:
+                current.found_crc = crc32_of(views, got, current.found_crc)
             skip(views, got)
             if got < nbytes:  # asking again would bring the few packets that came meanwhile
                 self._wake_for(nbytes - got)
@@ -311,13 +299,18 @@ class Connection:
 
     def _open(self) -> bool:
         """Find the place of the message whose head is there; False where there is none yet."""
-        number, nbytes, num_runs, coded_nbytes, key = HEAD.unpack(self._head)
+        head = read_head(self._head)
+        if head is None:
+            self._damaged("the head of a message")
+            return False
+        number, nbytes, num_runs, sent_nbytes, crc, key = head
         arrived = Incoming(number, nbytes, key.rstrip(b"\0").decode(errors="replace"), deque())
         if number == FAILURE:
             if not 0 < nbytes <= TEXT_NBYTES:
                 self.fail(f"{self.endpoint.name(self.peer)} sent {nbytes} bytes as word of a failure")
                 return False
             arrived.take_text(num_runs)
+            arrived.crc = crc
             self._current = arrived
             return True
         with self.endpoint.changed:
@@ -332,12 +325,13 @@ class Connection:
             else:
                 return False
             self._current.took_s = -clock.perf_counter()
+            self._current.crc, self._current.sent_nbytes = crc, sent_nbytes
             if self.takes_memory:
                 self._current.memory = take_bytes(nbytes)
                 self._current.views = views_of([self._current.memory])
-            if coded_nbytes != NOT_CODED:
-                self._current.take_code(coded_nbytes)
-            if num_runs != NO_RUNS:
+            if num_runs == CODED:
+                self._current.take_code(sent_nbytes)
+            elif num_runs != WHOLE:
                 assert self._current.memory is not None, "runs on a connection that takes no memory"
                 # What the pool gives still has the values of earlier messages, and only runs are received
                 # into it.
@@ -355,25 +349,38 @@ class Connection:
         with self.endpoint.changed:
             current.views = deque(whole[start:stop] for start, stop in runs)
             current.runs = None
-            if any(not 0 <= start < stop <= len(whole) for start, stop in runs):
-                self.fail(
-                    f"{self.endpoint.name(self.peer)} sent a table of runs outside of the {len(whole)} bytes "
-                    f"of {current.key!r}: the connection or its memory is damaged"
-                )
+            if (
+                any(not 0 <= start < stop <= len(whole) for start, stop in runs)
+                or sum(map(len, current.views))
+                != current.sent_nbytes  # else who waits for more waits for ever
+            ):
+                self._damaged(f"the table of runs of {current.key!r}")
                 return False
         return True
 
-    def _finish(self) -> None:
-        """The current message has arrived to its end."""
+    def _finish(self) -> bool:
+        """The current message has arrived to its end; whether it is what was sent."""
         arrived, self._current = self._current, None
         assert arrived is not None
         arrived.took_s += clock.perf_counter()
+        if arrived.is_damaged:
+            self._damaged(f"{arrived.nbytes} bytes of {arrived.key!r} (number {arrived.number} of this mesh)")
+            return False
         if arrived.code is None:
             self._complete(arrived)
         else:
             # Not in the event loop, whose other messages would wait in the kernel until this one is decoded.
             self.endpoint.decoder.do(lambda: self._decode(arrived))
         self._head_views.append(memoryview(self._head))
+        return True
+
+    def _damaged(self, what: str) -> None:
+        """Something has arrived otherwise than it was sent, by its CRC-32."""
+        self.fail(
+            f"{what} from {self.endpoint.name(self.peer)} arrived with other bits than were sent (their "
+            "CRC-32 differs): the memory of one of the two hosts, or the network between them, is damaged. "
+            "Nothing of it was used: go on from the newest checkpoint, on other hosts where it happens again"
+        )
 
     def _decode(self, arrived: Incoming) -> None:
         """Fill the places of a coded message. Runs on the decoder's thread."""

@@ -18,9 +18,10 @@ from shardwright import clock
 from shardwright.transport.base import Comm, Kept, Segment, sum_in_rank_order, whole_place
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
+from shardwright.transport.cpu.message import coded_message, message_of
 from shardwright.transport.cpu.peers import Peers, hops
 from shardwright.transport.cpu.transfer import CollectiveFailure, Transfer, Worker
-from shardwright.transport.cpu.views import views_of
+from shardwright.transport.cpu.views import view_of, views_of
 from shardwright.transport.streams import Streams
 
 _MOST_AT_ONCE = 4
@@ -76,9 +77,11 @@ class SocketComm(Comm):
             if own and any(each.kept is not None and each.kept.is_used for each in own):
                 parts, kept = [each.part(self.rank) for each in own], [each.kept for each in own]
                 self._send_coded(list(connections.values()), transfer, parts, kept)
-            else:
+            elif own:
+                parts = list(views_of(each.part(self.rank) for each in own))
+                message = message_of(transfer.launch, parts)  # its bytes are summed once for all peers
                 for peer in self._peers:
-                    self._send(connections[peer], transfer, [each.part(self.rank) for each in own])
+                    self.sent_nbytes += connections[peer].send(transfer, message)
         self._loop.go()
         self.spent(start)
         return _SocketGather(self, transfer)
@@ -158,7 +161,7 @@ class SocketComm(Comm):
         with self._beginning():
             transfer = self._transfer(key, [sent, place])
             self.connections.to(GATHERS, source).receive(transfer, place.nbytes, views_of([place]))
-            self.connections.to(GATHERS, to).send(transfer, views_of([sent]))
+            self.connections.to(GATHERS, to).send(transfer, message_of(transfer.launch, [view_of(sent)]))
         self._loop.go()
         transfer.wait_received()
         transfer.wait_sent()
@@ -187,9 +190,9 @@ class SocketComm(Comm):
         self.exposed_s += clock.perf_counter() - start
 
     def _send(self, connection: Connection, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
-        views = views_of(parts)
+        views = list(views_of(parts))
         if views:
-            self.sent_nbytes += connection.send(transfer, views)
+            self.sent_nbytes += connection.send(transfer, message_of(transfer.launch, views))
 
     def _send_coded(
         self,
@@ -203,10 +206,11 @@ class SocketComm(Comm):
         fills = [connection.send_later(transfer) for connection in connections]
 
         def code() -> None:
-            message = self._coder.coder.code(parts, kept, self.rank)
+            coded = self._coder.coder.code(parts, kept, self.rank)
+            message = coded_message(transfer.launch, coded, sum(part.nbytes for part in parts))
             for fill in fills:
-                fill(sum(part.nbytes for part in parts), message)
-            self.coded_nbytes += len(fills) * sum(map(len, message))
+                fill(message)
+            self.coded_nbytes += len(fills) * sum(map(len, coded))
             self._loop.go()
 
         self._coder.do(code)
@@ -222,7 +226,8 @@ class SocketComm(Comm):
             whole = [(0, part.nbytes)] if runs is None else runs
             joined += [(begin + start, begin + stop) for start, stop in whole]
             begin += part.nbytes
-        self.sent_nbytes += connection.send(transfer, views_of(parts), joined)
+        message = message_of(transfer.launch, list(views_of(parts)), joined)
+        self.sent_nbytes += connection.send(transfer, message)
 
 
 class _SocketGather:

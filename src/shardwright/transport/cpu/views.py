@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardwright.checksum import crc32
+
 RUN = struct.Struct("<qq")
 """First and last byte (exclusive) of a part of a message; a table of them says what is sent of it."""
 
@@ -39,6 +41,16 @@ def skip(views: deque[memoryview], nbytes: int) -> None:
             return
         nbytes -= len(first)
         views.popleft()
+
+
+def crc32_of(views: Iterable[memoryview], nbytes: int, crc: int = 0) -> int:
+    """The CRC-32 of the first ``nbytes`` bytes of ``views``, where ``crc`` is that of what comes before."""
+    for view in views:
+        crc = crc32(view[:nbytes], crc)
+        nbytes -= len(view)
+        if nbytes <= 0:
+            break
+    return crc
 
 
 def cut(parts: Iterable[memoryview], runs: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
