@@ -10,6 +10,7 @@
     |-- ScheduleError (AssertionError) a schedule that isn't sound
     |-- StageError (RuntimeError)      a call that is illegal in the stage that a group is in
     |-- NonFinite (ArithmeticError)    a training step whose gradients are infinite or NaN
+    |-- DamagedMemory (RuntimeError)   memory has other bits than were written to it
     |-- OutOfMemory (MemoryError)      a rank that holds more host memory than its budget
     |-- CommError (RuntimeError)       ranks in different collectives, or a rank that ended or never came
     |   |-- Diverged                   ranks wait for each other in different places: proven, not timed
@@ -129,6 +130,10 @@ class StageError(ShardwrightError, RuntimeError):
 
 class NonFinite(ShardwrightError, ArithmeticError):
     """A step of a recipe whose gradients are infinite or NaN; the message names the step and a parameter."""
+
+
+class DamagedMemory(ShardwrightError, RuntimeError):
+    """Memory of this rank has other bits than were written to it; only with ``SHARDWRIGHT_CHECKSUMS=all``."""
 
 
 class OutOfMemory(ShardwrightError, MemoryError):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwright.engine.building.checks import check_composes, check_foreign
 from shardwright.engine.building.deferred import Deferred, ends, halves, hardly_computes, shown_by
 from shardwright.engine.groups.gatherer import GatherOptions
-from shardwright.engine.groups.group import ParamGroup
+from shardwright.engine.groups.group import ParamGroup, make_group
 from shardwright.engine.listeners import listeners
 from shardwright.engine.optimizers.guard import leave_out
 from shardwright.engine.step.hooks import ModuleHooks
@@ -264,7 +264,7 @@ def shard_modules(
         part = f".{shown_by(members, modules[0]) if members is last else place}" if place else ""
         axis, reshards = members[0].axis, options.reshard_after_forward
         asked = GatherOptions(smaller_world=smaller_world(axis, reshards))
-        group = ParamGroup(unit.name + part, members, axis, options.precision, asked)
+        group = make_group(unit.name + part, members, axis, options.precision, asked)
         late = Deferred(members) if members is last else None
         if reshards is not None and not isinstance(reshards, bool):
             reshards = reshards != 1  # in a world of one all is kept
@@ -308,7 +308,7 @@ def _cut_first_block(nested: Sequence[Unit]) -> None:
     first, last = halves(group.params, block, group.policy)
     if last:
         name = f"{unit.name}.{shown_by(last, block)}"
-        part = ParamGroup(name, last, group.axis, group.policy, group.gatherer.options)
+        part = make_group(name, last, group.axis, group.policy, group.gatherer.options)
         runtime.regroup(group, first)
         _add_part(unit, part, Deferred(last), spec.reshard_after_forward)
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from shardwright.checksum import SUMS_MEMORY
 from shardwright.engine.groups.gatherer import is_lookup, looks_up
 from shardwright.engine.groups.group import Stage
 from shardwright.engine.listeners import listeners
@@ -389,6 +390,11 @@ def guard_optimizers() -> None:
         register_optimizer_kernels()
         listeners.failed.append(name_remedy)
         registry.is_hooked = True
+        if SUMS_MEMORY:
+            from shardwright.engine.groups import summed  # noqa: PLC0415 by an option
+
+            register_optimizer_step_pre_hook(summed.before_step)
+            register_optimizer_step_post_hook(summed.after_step)
         register_optimizer_step_pre_hook(before_step)
         register_optimizer_step_pre_hook(process_state.recorder.begin_optimizer)
         register_optimizer_step_post_hook(after_step)
