@@ -133,11 +133,10 @@ def _held(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     names = {id(param.sharded): param.fqn for group in groups for param in group.params}
     params = [param for group in optimizer.param_groups for param in group["params"] if id(param) in names]
     for param in params:
-        name = names[id(param)]
-        held = {
-            f"the state {key!r} of {name!r}": each for key, each in optimizer.state.get(param, {}).items()
-        }
-        for what, tensor in ((f"the shard of {name!r}", param), *held.items()):
+        name, state = names[id(param)], optimizer.state.get(param, {})
+        held: list[tuple[str, Any]] = [(f"the shard of {name!r}", param)]
+        held += [(f"the state {key!r} of {name!r}", tensor) for key, tensor in state.items()]
+        for what, tensor in held:
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             if isinstance(local, torch.Tensor) and _is_summed(local):
                 yield what, local
