@@ -1,7 +1,9 @@
 """What holds for all tests: other work on the machine is no fault of the example that it slows down; and
-which cases of a large matrix CI runs."""
+which cases CI runs."""
 
+import os
 from itertools import groupby
+from zlib import crc32
 
 from hypothesis import settings
 
@@ -9,9 +11,12 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Of the slow cases of a test that is marked ``sampled`` CI runs the first, the middle and the last: both
-    ends of each option. The others become ``exhaustive``: ``make test-all`` runs them, and CI doesn't."""
+    ends of each option. The others become ``exhaustive``: ``make test-all`` runs them, and CI doesn't.
+
+    With ``SHARDWRIGHT_TEST_PART=2/3`` of all slow cases the second third is run, by their names.
+    """
     sampled = [item for item in items if item.get_closest_marker("sampled")]
     slow = [item for item in sampled if item.get_closest_marker("slow")]
     for _, group in groupby(slow, key=lambda item: item.nodeid.partition("[")[0]):
@@ -20,3 +25,10 @@ def pytest_collection_modifyitems(items):
         for case in cases:
             if not any(case is each for each in kept):
                 case.add_marker("exhaustive")
+    part = os.environ.get("SHARDWRIGHT_TEST_PART")
+    if part:
+        which, of = map(int, part.split("/"))
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        left = {item for item in slow if (crc32(item.nodeid.encode()) - which) % of}
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]

@@ -244,7 +244,8 @@ QUICK = ["plain", "offloaded optimizer", "subclass"]
 
 
 @pytest.mark.parametrize(
-    "kinds", [QUICK, pytest.param([kind for kind in KINDS if kind not in QUICK], marks=pytest.mark.slow)]
+    "kinds",
+    [QUICK, pytest.param([kind for kind in KINDS if kind not in QUICK], marks=pytest.mark.exhaustive)],
 )
 def test_states_that_were_away_on_the_host_give_the_same_bits_and_the_devices_memory_meanwhile(kinds):
     [found] = run_ranks(1, beside, [(kind, seed) for kind in kinds for seed in range(2)], limit_s=300.0)

@@ -430,7 +430,7 @@ def test_published_runs_are_predicted_as_docs_plan_says():
 
 
 @published
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_model_sizes_that_were_left_out_of_the_fit_are_predicted_as_docs_plan_says():
     rows, setups = plan_fit.measured(PUBLISHED / "measured_runs.csv", PUBLISHED / "models.csv")
     seconds = np.array([plan_fit.measured_s(row) for row in rows])

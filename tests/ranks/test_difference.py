@@ -411,7 +411,9 @@ def test_on_a_host_without_free_memory_whole_shards_are_sent_and_explain_says_wh
         assert any("its copy doesn't fit" in line and "free memory" in line for line in changed)
 
 
-@pytest.mark.parametrize("lr", [1e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize(
+    "lr", [1e-4, *(pytest.param(lr, marks=pytest.mark.exhaustive) for lr in (1e-5, 1e-3))]
+)
 @pytest.mark.slow
 def test_hundreds_of_steps_at_any_learning_rate_are_the_same_bit_for_bit(lr):
     for (losses, bits, sent), (same_losses, same_bits, fewer) in zip(
