@@ -196,6 +196,12 @@ def _agreement() -> Agreement:
     return Agreement(asked)
 
 
+CHECKSUMS = os.environ.get("SHARDWRIGHT_CHECKSUMS", "")
+"""What is summed, so that a bit that flips is told: messages over sockets, or memory too; else messages."""
+if CHECKSUMS not in ("", "off", "messages", "all"):
+    raise InputError(f"SHARDWRIGHT_CHECKSUMS (environment) must be off, messages or all, got {CHECKSUMS!r}")
+
+
 class _WithoutRemoved:
     def __new__(cls, *_: Any, **options: Any) -> Self:
         """Raises: InputError, with what to do, for an option that was removed."""

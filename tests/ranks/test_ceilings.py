@@ -31,20 +31,22 @@ class Ceiling(NamedTuple):
 
 _PLANNED = "what users have of it was to stay: docs/design/README.md says what would have to leave"
 
+_SUMMED = "a bit that flips in a message, in memory or in what is saved in the background is told: 190 lines"
+
 _SIMULATED = "tests/storm has 4,000, and made 1,100 superfluous: it finds what no other test did"
 
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(61, 75),
-    "lines that the import loads": Ceiling(13_670, 14_500),
+    "lines that the import loads": Ceiling(13_700, 14_500),
     "modules loaded after ten steps": Ceiling(81, 95),
-    "lines loaded after ten steps": Ceiling(16_940, 17_000),
+    "lines loaded after ten steps": Ceiling(16_970, 17_000),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_095, 1_800, _PLANNED),
-    "code lines of the core": Ceiling(11_625, 9_700, _PLANNED),
-    "code lines of src": Ceiling(37_985, 33_200, _PLANNED),
-    "code lines of tests": Ceiling(44_340, 41_500, _SIMULATED),
+    "code lines of the core": Ceiling(11_805, 9_700, f"{_PLANNED}; {_SUMMED}"),
+    "code lines of src": Ceiling(38_180, 33_200, f"{_PLANNED}; {_SUMMED}"),
+    "code lines of tests": Ceiling(44_490, 41_500, _SIMULATED),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
 }
@@ -57,7 +59,7 @@ CORE = {
     "": "setters",
     "engine": "asked costs gather_full listeners unit",
     "engine/building": "build checks clone deferred grouping torch_state",
-    "engine/groups": "decoding gatherer gradient_state group reducer table",
+    "engine/groups": "decoding gatherer gradient_state group reducer summed table",
     "engine/optimizers": "away guard in_backward registry",
     "engine/step": "backward batches consensus executor hooks runtime same_model",
     "params": """
@@ -73,7 +75,9 @@ CORE = {
         attempt base channel collect custom device_times host_limits host_memory jobstore link liveness
         mesh process process_group recorder secret streams two_level watched
     """,
-    "transport/cpu": "arena coder connection event_loop handshake pages peers shm sockets transfer views",
+    "transport/cpu": """
+        arena coder connection event_loop handshake message pages peers shm sockets transfer views
+    """,
 }
 
 Counted = list[tuple[str, int]]

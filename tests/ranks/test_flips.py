@@ -25,4 +25,4 @@ def test_each_bit_that_flips_in_shards_state_or_gathered_copies_is_told_and_noth
 
 def test_what_is_to_be_summed_is_spelt_right():
     ran = run("-c", "from shardwright import fully_shard", SHARDWRIGHT_CHECKSUMS="none")
-    assert "SHARDWRIGHT_CHECKSUMS in the environment must be off, messages or all, got 'none'" in ran.stderr
+    assert "SHARDWRIGHT_CHECKSUMS (environment) must be off, messages or all, got 'none'" in ran.stderr

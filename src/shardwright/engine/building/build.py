@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwright.engine.building.checks import check_composes, check_foreign
 from shardwright.engine.building.deferred import Deferred, ends, halves, hardly_computes, shown_by
 from shardwright.engine.groups.gatherer import GatherOptions
-from shardwright.engine.groups.group import ParamGroup, make_group
+from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.listeners import listeners
 from shardwright.engine.optimizers.guard import leave_out
 from shardwright.engine.step.hooks import ModuleHooks
@@ -33,6 +33,7 @@ from shardwright.params.binding import is_extended
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
 from shardwright.policy import (
+    CHECKSUMS,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -264,7 +265,7 @@ def shard_modules(
         part = f".{shown_by(members, modules[0]) if members is last else place}" if place else ""
         axis, reshards = members[0].axis, options.reshard_after_forward
         asked = GatherOptions(smaller_world=smaller_world(axis, reshards))
-        group = make_group(unit.name + part, members, axis, options.precision, asked)
+        group = _group_class()(unit.name + part, members, axis, options.precision, asked)
         late = Deferred(members) if members is last else None
         if reshards is not None and not isinstance(reshards, bool):
             reshards = reshards != 1  # in a world of one all is kept
@@ -278,6 +279,14 @@ def shard_modules(
     mark(unit)
     ModuleHooks(unit)
     return modules
+
+
+def _group_class() -> type[ParamGroup]:
+    if CHECKSUMS != "all":
+        return ParamGroup
+    from shardwright.engine.groups.summed import SummedGroup  # noqa: PLC0415 by an option
+
+    return SummedGroup
 
 
 def _add_part(unit: Unit, group: ParamGroup, deferred: Deferred | None, reshards: bool | None) -> None:
@@ -308,7 +317,7 @@ def _cut_first_block(nested: Sequence[Unit]) -> None:
     first, last = halves(group.params, block, group.policy)
     if last:
         name = f"{unit.name}.{shown_by(last, block)}"
-        part = make_group(name, last, group.axis, group.policy, group.gatherer.options)
+        part = type(group)(name, last, group.axis, group.policy, group.gatherer.options)
         runtime.regroup(group, first)
         _add_part(unit, part, Deferred(last), spec.reshard_after_forward)
 

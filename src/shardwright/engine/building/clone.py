@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwright.engine.building.deferred import Deferred
 from shardwright.engine.building.torch_state import methods_run_as_forward, run_as_forward
-from shardwright.engine.groups.group import ParamGroup, make_group
+from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.step.hooks import ModuleHooks, hooks_of
 from shardwright.engine.step.runtime import Runtime
 from shardwright.engine.unit import Unit, mark, units_in, unmark
@@ -132,6 +132,6 @@ def _copied(group: ParamGroup, name: str, twins: Mapping[int, nn.Module]) -> Par
             for sites in places_of(param)
         )
         params.append(param.twin(*places))
-    copied = make_group(name, params, group.axis, group.policy, group.gatherer.options)
+    copied = type(group)(name, params, group.axis, group.policy, group.gatherer.options)
     copied.reducer.policy, copied.reducer.hook = group.reducer.policy, group.reducer.hook
     return copied

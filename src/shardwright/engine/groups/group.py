@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from shardwright.checksum import SUMS_MEMORY
 from shardwright.engine.groups.gatherer import Gatherer, GatherOptions, choose
 from shardwright.engine.groups.reducer import Reducer
 from shardwright.errors import StageError
@@ -40,15 +39,6 @@ _MOVES = {
     Stage.GATHERING: (Stage.UNSHARDED, Stage.SHARDED),
     Stage.UNSHARDED: (Stage.SHARDED,),
 }
-
-
-def make_group(*args: Any) -> "ParamGroup":
-    """A group as ``ParamGroup`` makes it; summed where that is asked for."""
-    if not SUMS_MEMORY:
-        return ParamGroup(*args)
-    from shardwright.engine.groups.summed import SummedGroup  # noqa: PLC0415 by an option
-
-    return SummedGroup(*args)
 
 
 class ParamGroup:

@@ -41,7 +41,7 @@ def sum_of(tensor: torch.Tensor) -> int:
 
 
 class Sums:
-    """Of tensors as they were last written. num_steps: of optimizers, for messages."""
+    """Of a group's tensors as they were last written. num_steps: of optimizers, for messages."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -74,37 +74,38 @@ class Sums:
             )
 
 
-sums = Sums()
-
-
 class SummedGroup(ParamGroup):
     """A group whose shards and unsharded parameters are summed and compared (see above)."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sums = Sums()
 
     def fill(self, kept: bool) -> list[Segment] | None:
         """Also compares the shards."""
         for param in self.params:
             if _is_summed(param.local) and param.local.device.type == "cpu":
-                sums.check(f"the shard of {param.fqn!r}", param.local)
+                self.sums.check(f"the shard of {param.fqn!r}", param.local)
         return super().fill(kept)
 
     def wait(self) -> int:
         """Also sums the unsharded parameters."""
         held_nbytes = super().wait()
         for _, face in self._faces_on_host():
-            sums.take(face)
+            self.sums.take(face)
         return held_nbytes
 
     def write_back(self, unmarked: bool = False) -> None:
-        """Sums what may have been edited anew."""
+        """Also forgets what may have been edited without a mark."""
         super().write_back(unmarked)
         for _, face in self._faces_on_host() if unmarked else ():
-            sums.forget(face)
+            self.sums.forget(face)
 
     def reshard(self, smaller: bool = False) -> None:
         """Also compares the unsharded parameters."""
         if self.stage is Stage.UNSHARDED:
             for name, face in self._faces_on_host():
-                sums.check(f"the unsharded parameter {name!r}", face)
+                self.sums.check(f"the unsharded parameter {name!r}", face)
         super().reshard(smaller)
 
     def _faces_on_host(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,32 +115,35 @@ class SummedGroup(ParamGroup):
                 yield param.fqn, local
 
 
-def before_step(optimizer: Optimizer, *_: Any) -> None:
+def before_step(optimizer: Optimizer, *_args: Any) -> None:
     """Torch calls it before each step of any optimizer: what it reads is what was written."""
-    for name, tensor in _held(optimizer):
-        sums.check(name, tensor)
+    for sums, what, tensor in _held(optimizer):
+        sums.check(what, tensor)
 
 
-def after_step(optimizer: Optimizer, *_: Any) -> None:
+def after_step(optimizer: Optimizer, *_args: Any) -> None:
     """Torch calls it after each step: kernels may have written without a mark."""
-    sums.num_steps += 1
-    for _, tensor in _held(optimizer):
+    stepped = set()
+    for sums, _, tensor in _held(optimizer):
         sums.take(tensor)
+        stepped.add(sums)
+    for sums in stepped:
+        sums.num_steps += 1
 
 
-def _held(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parts of its sharded parameters and of their state, by what messages call them."""
-    groups = [group for table in tuple(tables) for group in table.groups]
-    names = {id(param.sharded): param.fqn for group in groups for param in group.params}
-    params = [param for group in optimizer.param_groups for param in group["params"] if id(param) in names]
+def _held(optimizer: Optimizer) -> Iterator[tuple[Sums, str, torch.Tensor]]:
+    """This rank's parts of its sharded parameters and of their state, with what messages call them."""
+    groups = [group for table in tuple(tables) for group in table.groups if isinstance(group, SummedGroup)]
+    owners = {id(param.sharded): (group.sums, param.fqn) for group in groups for param in group.params}
+    params = [param for group in optimizer.param_groups for param in group["params"] if id(param) in owners]
     for param in params:
-        name, state = names[id(param)], optimizer.state.get(param, {})
+        (sums, name), state = owners[id(param)], optimizer.state.get(param, {})
         held: list[tuple[str, Any]] = [(f"the shard of {name!r}", param)]
         held += [(f"the state {key!r} of {name!r}", tensor) for key, tensor in state.items()]
         for what, tensor in held:
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             if isinstance(local, torch.Tensor) and _is_summed(local):
-                yield what, local
+                yield sums, what, local
 
 
 def _is_summed(tensor: torch.Tensor) -> bool:

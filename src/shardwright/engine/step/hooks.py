@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.checksum import SUMS_MEMORY
 from shardwright.engine.groups.gatherer import is_lookup, looks_up
 from shardwright.engine.groups.group import Stage
 from shardwright.engine.listeners import listeners
@@ -33,6 +32,7 @@ from shardwright.engine.step.runtime import CallingFrame, Entry, Runtime
 from shardwright.engine.unit import Unit, shapes_in, unit_of
 from shardwright.errors import StageError, warn
 from shardwright.params.at_rest import name_remedy
+from shardwright.policy import CHECKSUMS
 from shardwright.schedule.schedule import EventKind, Phase
 from shardwright.torch_private import (
     base_of,
@@ -390,7 +390,7 @@ def guard_optimizers() -> None:
         register_optimizer_kernels()
         listeners.failed.append(name_remedy)
         registry.is_hooked = True
-        if SUMS_MEMORY:
+        if CHECKSUMS == "all":
             from shardwright.engine.groups import summed  # noqa: PLC0415 by an option
 
             register_optimizer_step_pre_hook(summed.before_step)
