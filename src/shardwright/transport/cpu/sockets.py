@@ -77,11 +77,11 @@ class SocketComm(Comm):
             if own and any(each.kept is not None and each.kept.is_used for each in own):
                 parts, kept = [each.part(self.rank) for each in own], [each.kept for each in own]
                 self._send_coded(list(connections.values()), transfer, parts, kept)
-            elif own:
-                parts = list(views_of(each.part(self.rank) for each in own))
-                message = message_of(transfer.launch, parts)  # its bytes are summed once for all peers
+            else:
+                # One message for all peers, so that its bytes are summed once.
+                message = _message(transfer, [each.part(self.rank) for each in own])
                 for peer in self._peers:
-                    self.sent_nbytes += connections[peer].send(transfer, message)
+                    self._send(connections[peer], transfer, message)
         self._loop.go()
         self.spent(start)
         return _SocketGather(self, transfer)
@@ -117,7 +117,7 @@ class SocketComm(Comm):
             kept = shard.contiguous() if whole is None else whole
             transfer = self._transfer(f"gather {spans[-1][1]} elements on rank {dst}", [kept])
             if whole is None:
-                self._send(self.connections.to(GATHERS, dst), transfer, [kept])
+                self._send(self.connections.to(GATHERS, dst), transfer, _message(transfer, [kept]))
             for peer in () if whole is None else self._peers:
                 place = kept[slice(*spans[peer])]
                 if place.numel():
@@ -189,10 +189,9 @@ class SocketComm(Comm):
         assert self.exposed_s is not None
         self.exposed_s += clock.perf_counter() - start
 
-    def _send(self, connection: Connection, transfer: Transfer, parts: Sequence[torch.Tensor]) -> None:
-        views = list(views_of(parts))
-        if views:
-            self.sent_nbytes += connection.send(transfer, message_of(transfer.launch, views))
+    def _send(self, connection: Connection, transfer: Transfer, message: Sequence[memoryview]) -> None:
+        if message:
+            self.sent_nbytes += connection.send(transfer, message)
 
     def _send_coded(
         self,
@@ -219,7 +218,7 @@ class SocketComm(Comm):
         """Send ``parts`` as ``_send`` does, but for long runs of zeros."""
         found = [filled_runs(part) for part in parts]
         if all(runs is None for runs in found):
-            self._send(connection, transfer, parts)
+            self._send(connection, transfer, _message(transfer, parts))
             return
         joined, begin = [], 0
         for part, runs in zip(parts, found, strict=True):
@@ -228,6 +227,12 @@ class SocketComm(Comm):
             begin += part.nbytes
         message = message_of(transfer.launch, list(views_of(parts)), joined)
         self.sent_nbytes += connection.send(transfer, message)
+
+
+def _message(transfer: Transfer, parts: Sequence[torch.Tensor]) -> Sequence[memoryview]:
+    """That of ``parts``; empty where all of them are."""
+    views = list(views_of(parts))
+    return message_of(transfer.launch, views) if views else []
 
 
 class _SocketGather:
