@@ -67,6 +67,15 @@ def test_the_bench_of_entropy_prints_a_row_for_each_class_of_tensors_and_for_eac
 
 
 @pytest.mark.slow
+def test_the_bench_of_checksums_prints_the_share_of_messages_and_of_memory():
+    shares = re.findall(
+        r"^(\S+).*: \S+ ms of CPU time a step, (\S+)% of it$", toy("checksums.py"), re.MULTILINE
+    )
+    assert [what for what, _ in shares] == ["messages", "memory"]
+    assert all(0 < float(share) < 50 for _, share in shares)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="the extra wire isn't installed")
 def test_the_bench_of_differences_compares_bit_for_bit_at_each_rate_and_sends_fewer_bytes():
     line = r"lr (\S+): 6 steps .* equal bit for bit; MiB a step (\S+) plain, (\S+) diff"
