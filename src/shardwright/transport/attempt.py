@@ -25,17 +25,17 @@ from shardwright.errors import CommError, printable
 from shardwright.torch_private import default_store_is, new_group_of, rendezvous_handlers
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
-from shardwright.transport.jobstore import job_store
+from shardwright.transport.jobstore import batches, job_store, pause_s, values
 from shardwright.transport.process import Launch, LaunchLog, came, process_is_ours, process_state
 
 _NAME = "shardwright/attempt"
-_POLLS_S = 0.001, 0.02  # the shortest and the longest pause between two looks
+_POLLS_S = 0.02, 20  # the longest pause between two looks, of few ranks, and how much shorter the first is
 _UNKNOWN = "?"  # of a host without /proc
 _Result = TypeVar("_Result")
 _Found = tuple[Store, int, int]
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _GLOO_LAZY, _GLOO_OVER = "TORCH_GLOO_LAZY_INIT", "GLOO_DEVICE_TRANSPORT"  # variables that torch reads
-_MEETING_POLLS_S = 0.0005, 0.05  # of all ranks of a transport, which ask one store at a time
+_MEETING_POLLS_S = 0.05, 100  # of all ranks of a transport, which ask one store at a time
 _NO_REASON = " "
 Round = Generator[tuple[str, str | None], str, _Result]
 
@@ -104,7 +104,7 @@ class Attempt:
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store = PrefixStore(_NAME, store)
-        self._rank = rank
+        self._rank, self._world = rank, world
         self._number = secrets.token_hex(8)
         self._process = liveness.identity() or _UNKNOWN
         self._unmet = set(range(1, world)) if rank == 0 else set[int]()
@@ -116,28 +116,37 @@ class Attempt:
     def meet(self) -> bool:
         """Answer who says hello, or see whether this rank was answered. Returns whether all is said."""
         if self._rank == 0:
-            self._unmet -= {rank for rank in tuple(self._unmet) if self._go(answer(rank, self.token))}
+            met = self._go({rank: answer(rank, self.token) for rank in self._unmet})
+            self._unmet -= {rank for rank, has_token in met.items() if has_token}
             return not self._unmet
         if not self.token:
-            self.token = self._go(ask(self._rank, self._number, self._process))
+            self.token = self._go({0: ask(self._rank, self._number, self._process)})[0]
         return bool(self.token)
 
-    def _go(self, steps: Round[_Result]) -> _Result:
-        try:
-            key, value = next(steps)
-            while True:
-                if value is not None:
-                    self._store.set(key, value)
-                key, value = steps.send(self._read(key) if value is None else "")
-        except StopIteration as end:
-            return end.value
+    def _go(self, rounds: dict[int, Round[_Result]]) -> dict[int, _Result]:
+        """Go through rounds side by side: the keys of a step are read, and written, in batches."""
+        told: dict[int, str | None] = dict.fromkeys(rounds)
+        results = dict[int, _Result]()
+        while told:
+            steps = dict[int, tuple[str, str | None]]()
+            for rank, said in told.items():
+                try:
+                    steps[rank] = rounds[rank].send(said)  # type: ignore[arg-type]  # None begins a round
+                except StopIteration as end:
+                    results[rank] = end.value
+            written = {key: value for key, value in steps.values() if value is not None}
+            for keys in batches([*written]):
+                self._store.multi_set(keys, [written[key] for key in keys])
+            found = self._read([key for key, value in steps.values() if value is None])
+            told = {rank: found.get(key, "") for rank, (key, _) in steps.items()}
+        return results
 
-    def _read(self, key: str) -> str:
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def _read(self, keys: Sequence[str]) -> dict[str, str]:
+        return {key: data.decode() for key, data in values(self._store, keys).items()}
 
     def meet_within(self, seconds: float) -> bool:
         """``meet`` until all is said, or ``seconds`` are over; whether all is said."""
-        return came(self.meet, seconds, *_POLLS_S)
+        return _came(self.meet, seconds, self._world, *_POLLS_S)
 
     @property
     def missing(self) -> str:
@@ -152,8 +161,13 @@ class Attempt:
         """Those of ``ranks`` that were here and whose processes, of this host, are known to have ended."""
         if not self.token:
             return []
-        told = {rank: self._read(met(rank, self.token)) for rank in ranks}
-        return [rank for rank, process in told.items() if process != _UNKNOWN and liveness.has_ended(process)]
+        told = self._read([met(rank, self.token) for rank in ranks])
+        return sorted(liveness.ended({rank: told.get(met(rank, self.token), "") for rank in ranks}))
+
+
+def _came(ready: Callable[[], bool], seconds: float, world: int, most_s: float, shorter: int) -> bool:
+    most_s = pause_s(most_s, world)
+    return came(ready, seconds, most_s / shorter, most_s)
 
 
 def this_attempt() -> Attempt:
@@ -267,9 +281,13 @@ class Meeting:
         return self._store.get(f"{what}/{self.rank}").decode()
 
     def read(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
-        """What these ranks have left, all of which have come. One message, however many there are."""
+        """What these ranks have left, all of which have come. One message for a batch of them."""
         ranks = list(ranks)
-        found = self._store.multi_get([f"{what}/{rank}" for rank in ranks]) if ranks else []
+        found = [
+            data
+            for keys in batches([f"{what}/{rank}" for rank in ranks])
+            for data in self._store.multi_get(keys)
+        ]
         return {rank: data.decode() for rank, data in zip(ranks, found, strict=True)}
 
     def refusal(self, what: str, own: str | None) -> str | None:
@@ -300,7 +318,7 @@ class Meeting:
     def _wait_for(self, key: str, what: str) -> None:
         store = self._store
         with self.waiting(what):
-            if not came(lambda: store.check([key]), self.timeout_s, *_MEETING_POLLS_S):
+            if not _came(lambda: store.check([key]), self.timeout_s, self.world, *_MEETING_POLLS_S):
                 num_there = store.add(f"{what}/came", 0)
                 raise CommError(
                     f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {num_there} of "
