@@ -166,9 +166,9 @@ class GreenletTask(Task):
 
     def __init__(self, process: Process, name: str, run: Callable[[], None]) -> None:
         super().__init__(process, name, run)
-        self._greenlet = greenlet.greenlet(self._begin)
+        self._greenlet = greenlet.greenlet(self._begin, process.sim.outermost)
 
-    def _begin(self) -> None:
+    def _begin(self, _: object = None) -> None:  # what another one returns as it ends
         self.live()
         self.process.sim.hand_over(self._end_with)
 
@@ -219,6 +219,7 @@ class Simulation:
         """Tasks whose wait may have ended; nobody else is looked at."""
         self.numbers = iter(range(1, 1 << 62))
         self._main = threading.Lock()
+        self.outermost = greenlet.getcurrent()
 
     # ---- who runs
 

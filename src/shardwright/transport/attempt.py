@@ -26,7 +26,7 @@ from shardwright.torch_private import default_store_is, new_group_of, rendezvous
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.jobstore import batches, job_store, pause_s, values
-from shardwright.transport.process import Launch, LaunchLog, came, process_is_ours, process_state
+from shardwright.transport.process import Launch, LaunchLog, came, process_is_ours, process_state, short
 
 _NAME = "shardwright/attempt"
 _POLLS_S = 0.02, 20  # the longest pause between two looks, of few ranks, and how much shorter the first is
@@ -198,7 +198,7 @@ def keys_of(ranks: Sequence[int], timeout: timedelta, what: str) -> Store:
     """
     ours = list(ranks).index(dist.get_rank())
     # Groups of other ranks are made at the same time, so that the ranks are part of the keys.
-    members = PrefixStore(f"group/{','.join(map(str, ranks))}", job_store())
+    members = PrefixStore(f"group/{short(tuple(ranks))}", job_store())
     wait = Launch(0, what.removeprefix("to "), process_state.phase, process_state.step)
     with LaunchLog(ranks, "meeting ").waiting(wait):
         return _met(Attempt(members, ours, len(ranks)), timeout, what).keys()
