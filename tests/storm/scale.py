@@ -1,7 +1,7 @@
 """A job of up to 10,000 ranks: what its start, its watch and its agreement ask of the store and the network.
 
-The real code runs, on the simulated clock, network and store of ``nights.py``: the meetings and hand-shakes of
-the start-up, a watch of every rank, and ``Consensus`` over sockets. Only torch's process group is a stand-in
+The real code runs, on the simulated clock, network and store of ``nights.py``: the meetings and hand-shakes
+of the start-up, a watch of every rank, and ``Consensus`` over sockets. Only torch's process group is a stand-in
 (``Group``), and the store has the speed of torch's TCPStore, as measured on one core.
 
     python -m tests.storm scale --ranks 256
@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardwright.engine.groups.group import Stage
 from shardwright.engine.step.consensus import Consensus
-from shardwright.observe.watch import lifecycle, status_exchange
+from shardwright.observe.watch import flight_recorder, lifecycle, status_exchange
 from shardwright.observe.watch.status_exchange import StatusExchange
 from shardwright.schedule.sync import Synchronize, SyncPoint
 from shardwright.transport import attempt, jobstore
@@ -166,6 +166,7 @@ class Scale:
             for owner, name, value in (
                 *((module, "PrefixStore", Prefixed) for module in (attempt, jobstore, status_exchange)),
                 (dist, "init_process_group", begin),
+                (flight_recorder, "process_groups", list),
                 (lifecycle, "timeout_of", lambda group: _LIMIT),
                 (StatusExchange, "places", lambda own: shared.setdefault(len(found := places(own)), found)),
             ):
@@ -173,14 +174,3 @@ class Scale:
             stack.enter_context(mock.patch.object(jobstore, "range", few, create=True))
             yield
 
-
-if __name__ == "__main__":
-    import time
-
-    for world in map(int, sys.argv[1:]):
-        began = time.time()
-        scale = Scale(world)
-        for phase, cost in scale.run().items():
-            print(world, phase, cost, f"{cost.calls / world:.1f} calls per rank")
-        import resource
-        print("took", time.time() - began, "switches", scale.sim.switches, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, "MiB")

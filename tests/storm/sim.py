@@ -20,6 +20,7 @@ from typing import Any
 
 import greenlet
 
+_MANY = 256
 MAIN = "main"
 """The name of a process' first thread, which Ctrl-C interrupts."""
 
@@ -342,6 +343,11 @@ class Simulation:
         while self.tasks:
             while self._ends and self._ends[0][0] <= self.now:
                 self._changed[heapq.heappop(self._ends)[2]] = None
+            if len(self._changed) > _MANY:  # whoever it is: to look at all each time would take for ever
+                task, _ = self._changed.popitem()
+                if not task.done and task.can_go:
+                    return task
+                continue
             able = [task for task in self._changed if not task.done and task.can_go]
             self._changed = dict.fromkeys(able)
             if able:

@@ -50,6 +50,8 @@ Round = Generator[tuple[str, str | None], str, _Result]
 #     welcome/<rank>          that number, and the token        written by the first rank
 #     <token>/met/<rank>      that the rank has the token       written by the rank
 #
+# And once it has said hello, a rank leaves under "caller/<n>" that it has: whom the first rank looks for.
+#
 # A welcome counts for the number that it repeats, so nobody takes an old one. A rank that has the token is
 # seen to have it before it says its next hello, and the first rank looks for that *after* it has read a
 # hello: so a hello of the next meeting is never answered with the token of the last one. Each looks whether
@@ -108,6 +110,7 @@ class Attempt:
         self._number = secrets.token_hex(8)
         self._process = liveness.identity() or _UNKNOWN
         self._unmet = set(range(1, world)) if rank == 0 else set[int]()
+        self._heard, self._calls, self._num_calls = set[int](), list[int](), 0
         self.token = self._number if rank == 0 else ""
         if rank == 0:
             self._store.set(met(0, self.token), self._process)
@@ -116,12 +119,24 @@ class Attempt:
     def meet(self) -> bool:
         """Answer who says hello, or see whether this rank was answered. Returns whether all is said."""
         if self._rank == 0:
-            met = self._go({rank: answer(rank, self.token) for rank in self._unmet})
+            self._hear()
+            met = self._go({rank: answer(rank, self.token) for rank in self._unmet & self._heard})
             self._unmet -= {rank for rank, has_token in met.items() if has_token}
             return not self._unmet
         if not self.token:
             self.token = self._go({0: ask(self._rank, self._number, self._process)})[0]
+        if not self._heard:
+            self._heard = {0}
+            self._store.set(f"caller/{self._store.add('callers', 1)}", str(self._rank))
         return bool(self.token)
+
+    def _hear(self) -> None:
+        """See who has said hello: of many that haven't none is looked for."""
+        self._calls += range(self._num_calls + 1, (num := self._store.add("callers", 0)) + 1)
+        self._num_calls = num
+        found = self._read([f"caller/{number}" for number in self._calls])
+        self._calls = [number for number in self._calls if f"caller/{number}" not in found]
+        self._heard |= {*map(int, found.values())}
 
     def _go(self, rounds: dict[int, Round[_Result]]) -> dict[int, _Result]:
         """Go through rounds side by side: the keys of a step are read, and written, in batches."""
@@ -146,7 +161,7 @@ class Attempt:
 
     def meet_within(self, seconds: float) -> bool:
         """``meet`` until all is said, or ``seconds`` are over; whether all is said."""
-        return _came(self.meet, seconds, self._world, *_POLLS_S)
+        return _came(self.meet, seconds, 4 * self._world if self._rank else 1, *_POLLS_S)
 
     @property
     def missing(self) -> str:

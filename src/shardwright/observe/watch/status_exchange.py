@@ -72,23 +72,27 @@ class StatusExchange:
         self._store = store
         self._who: dict[int, bytes] = {}
         self._own = "-"
-        store.compare_set("latest", "", "0 0 -")
 
     # ---- calls and answers
 
     def latest(self) -> tuple[int, int, bool]:
         """The number of the last call, 0 before the first; the steps of its ring that a rank is to leave; and
         whether another rank asks what is wrong."""
-        call, steps, caller = self._store.get("latest").decode().split()
+        call, steps, caller = self._latest().split()
         return int(call), int(steps), steps == "0" and caller not in ("-", self._own)
+
+    def _latest(self) -> str:
+        # One call, where a `get` that may have to wait is two.
+        return self._store.compare_set("latest", "", "0 0 -").decode()
 
     def request(self, steps: int = 0, after: int | None = None) -> int:
         """Ask all ranks for their status, and for so many steps of their rings; returns the call's number.
 
-        after: only if that is still the last call; else 0 is returned.
+        steps: -1 asks only to see whether there is a diagnosis. after: only if that is still the last call; else
+            0 is returned.
         """
         while True:
-            before = self._store.get("latest").decode()
+            before = self._latest()
             call = int(before.split()[0]) + 1
             own = f"{call} {steps} {self._own}"
             if after not in (None, call - 1):
@@ -121,11 +125,13 @@ class StatusExchange:
     def collect(
         self, call: int, wait_s: float, meanwhile: Callable[[], None], gone: set[int]
     ) -> list[Answer]:
-        """The answers that come within ``wait_s`` (sooner where only ranks in ``gone`` are missing)."""
-        deadline = clock.monotonic() + wait_s
-        while clock.monotonic() < deadline and self._came(call) < self.world - len(gone):
+        """The answers that come, until none has for ``wait_s`` (or only ranks in ``gone`` are missing)."""
+        num, last_s = 0, clock.monotonic()
+        while clock.monotonic() < last_s + wait_s and num < self.world - len(gone):
             meanwhile()
             clock.sleep(_POLL_S)
+            if (came := self._store.add(f"came/{call}", 0)) > num:
+                num, last_s = came, clock.monotonic()
         told = map(said, self._read("answer", range(self.world)).values())
         return [answer_of(fields) for number, fields in told if number >= call]
 
@@ -137,9 +143,6 @@ class StatusExchange:
     def answered(self, ranks: Iterable[int]) -> dict[int, int]:
         """Of each of ``ranks`` that has answered the last call that it has answered, in time or not."""
         return {rank: said(data)[0] for rank, data in self._read("answer", ranks).items()}
-
-    def _came(self, call: int) -> int:
-        return int(self._store.get(f"came/{call}")) if self._store.check([f"came/{call}"]) else 0
 
     def rings(self, steps: int, wait_s: float, meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
         """Ask all ranks for what they did in their last ``steps``: the bytes of the rings that come within
@@ -255,7 +258,9 @@ class StatusExchange:
     def publish(self, diagnosis: Diagnosis, text: str) -> SharedDiagnosis:
         """Write a diagnosis for all ranks; returns the one that counts, which may be another rank's."""
         mine = json.dumps([diagnosis.fault, diagnosis.ranks, text])
-        return _shared(self._store.compare_set("diagnosis", "", mine))
+        counts = self._store.compare_set("diagnosis", "", mine)
+        self.request(-1)
+        return _shared(counts)
 
     def acknowledge(self, rank: int) -> None:
         """This rank has read the diagnosis."""

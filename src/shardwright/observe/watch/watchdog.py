@@ -8,7 +8,7 @@
     an error        written to the store, where all ranks find it. Each closes its own process groups, and its
                     training thread raises the diagnosis from its wait, or at its next collective
 
-While all goes well a rank reads two small keys of the store per look, and the more ranks there are the less
+While all goes well a rank reads one small key of the store per look, and the more ranks there are the less
 often it looks.
 """
 
@@ -100,7 +100,7 @@ class Backoff:
         self._next_s = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if found.silent:
-            left_s = lost_s - max(found.silent.values())
+            left_s = lost_s - max(found.silent.values()) - found.took_s  # which it takes to ask
             self._next_s = min(self._next_s, now + max(left_s, 0.0) + _URGENT_PAUSE_S)
         waited_s = now - self._wait.since_s if self._wait else 0.0
         at_s, longest_s = self._logged
@@ -124,6 +124,7 @@ class _Known:
     then it ``listens``."""
 
     answered: int = 0
+    seen: int = 0
     notes: list[Note] = field(default_factory=list)
     silent_since: dict[tuple[int, int], float] = field(default_factory=dict)
     store_error: str = ""
@@ -148,7 +149,7 @@ class Watch:
         self._status = ProcessStatus(rank)
         self.reach = Reach(rank, attempt, store, self._status.answer)
         self._requests = Requests(policy.signal, self.last_word)
-        self._look_s = pause_s(_LOOK_S, self.reach.world)
+        self._look_s = self._pause_s = pause_s(_LOOK_S, self.reach.world)
         self._backoff = Backoff(policy.suspect_s)
         self._own_waits = OwnWaits()
         self._known = _Known()
@@ -194,9 +195,10 @@ class Watch:
     # ---- the thread
 
     def _run(self, joined: Callable[[], None]) -> None:
+        meeting_s = pause_s(_MEETING_S, 4 * self.reach.world if self.rank else 1)
         with hasty(STORE_S):
             while not self._stop.is_set():
-                self._wake.wait(self._look_s if self.reach.has_met else self._look_s * _MEETING_S / _LOOK_S)
+                self._wake.wait(self._pause_s if self.reach.has_met else meeting_s)
                 self._wake.clear()
                 try:
                     met = self.reach.has_met
@@ -227,7 +229,9 @@ class Watch:
             from shardwright.observe.watch.status import status  # noqa: PLC0415 asked words
 
             print(status(self.call(), self.policy), file=sys.stderr, flush=True)
-        shared = self.exchange.published()
+        shared = None
+        if self._known.answered > self._known.seen:  # who publishes a diagnosis calls
+            shared, self._known.seen = self.exchange.published(), self._known.answered
         if shared is not None:
             self._deliver(shared)
         elif self._backoff.is_due(self._status.stands_in):
@@ -274,8 +278,10 @@ class Watch:
             if another_asks:
                 self._leave_it()
             self._known.answered = latest
+            if steps < 0:
+                return
             self._known.notes = self.exchange.notes()  # kept: who left a note may have held the store as well
-            if steps:
+            if steps > 0:
                 from shardwright.observe.steps.recording import ring  # noqa: PLC0415 rings asked
 
                 self.exchange.leave_ring(latest, self.rank, ring(steps + 1).to_bytes())
@@ -286,13 +292,15 @@ class Watch:
         if self.reach.world <= _ALL_ASK:
             return self.exchange.request()
         if not (number := self.exchange.request(after=self._known.answered)):
-            self._leave_it()
+            self._answer()
+        self._pause_s = _LOOK_S if number else self._look_s  # who asks on looks when it's due
         return number
 
     def _leave_it(self) -> None:
         """Another rank asks what is wrong, and goes on to: of many only one does, unless that one ends."""
         if self.reach.world > _ALL_ASK:
             pause_s = _URGENT_PAUSE_S if self._backoff.error else _LONGEST_PAUSE_S
+            self._pause_s = self._look_s
             self._backoff.not_before_s = clock.monotonic() + pause_s + self.policy.answer_s + self._look_s
 
     def call(self, number: int = 0) -> Findings:
@@ -306,7 +314,8 @@ class Watch:
         # Who has answered another call since, though too late for it, is slow, and not silent.
         answered = self.reach.answered(found.silent)
         silent_since = [(rank, answered.get(rank, 0)) for rank in found.silent]
-        self._known.silent_since = {each: self._known.silent_since.get(each, now) for each in silent_since}
+        before, asked_s = self._known.silent_since, now - found.took_s
+        self._known.silent_since = {each: before.get(each, asked_s) for each in silent_since}
         silent = {rank: now - since_s for (rank, _), since_s in self._known.silent_since.items()}
         missing = {*range(found.world)} - {*found.answers}
         told = missing.intersection(rank for answer in found.answers.values() for rank in answer.gone)
@@ -448,8 +457,9 @@ class Watch:
         if not self._thread.is_alive():
             return error
         self._backoff.ask_now(str(error))
-        self._wake.set()
-        self._backoff.heard.wait(_EXPLAIN_S)
+        if self.reach.world <= _ALL_ASK or any(log.ended for log in process_state.logs):
+            self._wake.set()  # of many those look at once that have seen it themselves
+        self._backoff.heard.wait(_EXPLAIN_S + 2 * (self._look_s - _LOOK_S))
         if process_state.diagnosis is None:
             return error
         process_state.delivered = True
