@@ -1,10 +1,8 @@
 """A job of up to 10,000 ranks: what its start, its watch and its agreement ask of the store and the network.
 
 The real code runs, on the simulated clock, network and store of ``nights.py``: the meetings and hand-shakes
-of the start-up, a watch of every rank, and ``Consensus`` over sockets. Only torch's process group is a stand-in
-(``Group``), and the store has the speed of torch's TCPStore, as measured on one core.
-
-    python -m tests.storm scale --ranks 256
+of the start-up, a watch of every rank, and ``Consensus`` over sockets. Only torch's process group is a
+stand-in (``Group``). The store has the speed of torch's TCPStore, as measured on one core.
 """
 
 import sys
@@ -41,6 +39,9 @@ LINK = 1e-4, 1.0, 1e9
 RANKS_PER_NODE = 8
 NUM_GROUPS = 100
 """Parameter groups of the model about which ranks agree."""
+PHASES = "start", "settling", "watch", "first agreements", "agreement"
+SETTLED_S = 10.0
+"""In which the watches have met each other; counted by itself."""
 _LIMIT = timedelta(minutes=10)
 
 
@@ -92,7 +93,7 @@ class Scale:
         self.job.store.serve_s = SERVE_S
         self.costs: dict[str, Cost] = {}
         self._begins = self._spent()
-        self._came = dict.fromkeys(("start", "watch", "agreement", "end"), 0)
+        self._came = dict.fromkeys(PHASES, 0)
         self._waiters: dict[Any, None] = {}
 
     def _spent(self) -> Cost:
@@ -112,11 +113,15 @@ class Scale:
         self.sim.wait(lambda: self._came[phase] == self.world, by=self._waiters)
 
     def run(self) -> dict[str, Cost]:
-        """Returns the costs of ``start``, ``watch`` and ``agreement``."""
+        """Returns the costs of each of ``PHASES``."""
         with simulated(self.sim, self.network, Gloo(self.sim, self.network)), self._stand_ins():
             self.job.start(self._live)
+            limit = sys.getrecursionlimit()
             sys.setrecursionlimit(1 << 30)  # a greenlet counts on from the depth of who has begun it
-            self.sim.run()
+            try:
+                self.sim.run()
+            finally:
+                sys.setrecursionlimit(limit)
         failed = [each for each in self.job.outcomes.values() if each is not None]
         errors = [error for process in self.sim.processes for _, error in process.errors]
         for error in (*failed, *errors):
@@ -133,6 +138,8 @@ class Scale:
         assert not isinstance(peers, str), peers
         comm = SocketComm(peers)
         self._ends("start")
+        self.sim.sleep(SETTLED_S)
+        self._ends("settling")
         self.sim.sleep(self.watched_s)
         self._ends("watch")
         group = SimpleNamespace(
@@ -146,9 +153,9 @@ class Scale:
         consensus = Consensus(executor, AxisChannel(comm))  # type: ignore[arg-type]
         for _ in range(2):  # connections to those far away are opened by the first
             consensus.exchange(Synchronize(SyncPoint.FORWARD, 0, 0, 0))
-        self._ends("agreement")
+        self._ends("first agreements")
         consensus.exchange(Synchronize(SyncPoint.FORWARD, 0, 0, 0))
-        self._ends("end")
+        self._ends("agreement")
 
     @contextmanager
     def _stand_ins(self) -> Iterator[None]:
@@ -173,4 +180,3 @@ class Scale:
                 stack.enter_context(mock.patch.object(owner, name, value))
             stack.enter_context(mock.patch.object(jobstore, "range", few, create=True))
             yield
-

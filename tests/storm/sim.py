@@ -20,9 +20,9 @@ from typing import Any
 
 import greenlet
 
-_MANY = 256
 MAIN = "main"
 """The name of a process' first thread, which Ctrl-C interrupts."""
+_MANY = 256  # tasks that may go on, of which none is drawn any more
 
 
 class Killed(BaseException):

@@ -14,8 +14,8 @@ _HELD_S = 900.0
 
 
 class Held:
-    """What the store holds. process: with which it ends. serve_s: seconds for which its one thread is busy with
-    a call, and with each key of it. calls, nbytes: of all that was asked and answered."""
+    """What the store holds. process: with which it ends. serve_s: seconds for which its one thread is busy
+    with a call, and with each key of it. calls, nbytes: of all that was asked and answered."""
 
     def __init__(self, process: Process) -> None:
         self.process = process

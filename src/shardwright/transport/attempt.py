@@ -161,7 +161,7 @@ class Attempt:
 
     def meet_within(self, seconds: float) -> bool:
         """``meet`` until all is said, or ``seconds`` are over; whether all is said."""
-        return _came(self.meet, seconds, 4 * self._world if self._rank else 1, *_POLLS_S)
+        return _came(self.meet, seconds, 8 * self._world if self._rank else 1, *_POLLS_S)
 
     @property
     def missing(self) -> str:

@@ -195,7 +195,7 @@ class Watch:
     # ---- the thread
 
     def _run(self, joined: Callable[[], None]) -> None:
-        meeting_s = pause_s(_MEETING_S, 4 * self.reach.world if self.rank else 1)
+        meeting_s = pause_s(_MEETING_S, 8 * self.reach.world if self.rank else 1)
         with hasty(STORE_S):
             while not self._stop.is_set():
                 self._wake.wait(self._pause_s if self.reach.has_met else meeting_s)
