@@ -282,7 +282,7 @@ def judge(world: int, seeds: range) -> Iterator[Verdict]:
 def report(worlds: Iterable[int], num_faults: int, seed: int) -> Iterator[str]:
     """A table of what jobs of so many ranks take, a line at a time; and which verdicts are wrong."""
     yield (
-        "| ranks | start: store calls of a rank | messages | seconds | all is well: store calls a second | MB/s "
+        "| ranks | start: store calls of a rank | messages | seconds | later: store calls a second | MB/s "
         "| agreement: messages of a rank | ms | right verdicts |"
     )
     yield "|" + "---:|" * 9

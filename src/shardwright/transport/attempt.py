@@ -125,9 +125,9 @@ class Attempt:
             return not self._unmet
         if not self.token:
             self.token = self._go({0: ask(self._rank, self._number, self._process)})[0]
-        if not self._heard:
-            self._heard = {0}
+        if not self._heard:  # only now, when it has said hello
             self._store.set(f"caller/{self._store.add('callers', 1)}", str(self._rank))
+            self._heard = {0}
         return bool(self.token)
 
     def _hear(self) -> None:
@@ -146,7 +146,7 @@ class Attempt:
             steps = dict[int, tuple[str, str | None]]()
             for rank, said in told.items():
                 try:
-                    steps[rank] = rounds[rank].send(said)  # type: ignore[arg-type]  # None begins a round
+                    steps[rank] = rounds[rank].send(said)  # pyright: ignore[reportArgumentType]  # None begins it
                 except StopIteration as end:
                     results[rank] = end.value
             written = {key: value for key, value in steps.values() if value is not None}
@@ -298,12 +298,8 @@ class Meeting:
     def read(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
         """What these ranks have left, all of which have come. One message for a batch of them."""
         ranks = list(ranks)
-        found = [
-            data
-            for keys in batches([f"{what}/{rank}" for rank in ranks])
-            for data in self._store.multi_get(keys)
-        ]
-        return {rank: data.decode() for rank, data in zip(ranks, found, strict=True)}
+        found = values(self._store, [f"{what}/{rank}" for rank in ranks])
+        return {rank: found[f"{what}/{rank}"].decode() for rank in ranks}
 
     def refusal(self, what: str, own: str | None) -> str | None:
         """Return when all ranks have come here: why one of them refused, None where none did; the same on

@@ -180,15 +180,15 @@ class JobStore(Store):
 
 
 def values(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """What those of ``keys`` hold that are there. A batch in which some are missing is halved, so few missing
-    ones cost few calls."""
-    found, parts = dict[str, bytes](), batches(keys)
+    """What those of ``keys`` hold that are there, in order. A batch in which some are missing is halved, so few
+    missing ones cost few calls."""
+    found, parts = dict[str, bytes](), batches(keys)[::-1]
     while parts:
         part = parts.pop()
         if store.check(part):
             found |= zip(part, store.multi_get(part), strict=True)
         elif len(part) > 1:
-            parts += part[: len(part) // 2], part[len(part) // 2 :]
+            parts += part[len(part) // 2 :], part[: len(part) // 2]
     return found
 
 

@@ -200,7 +200,11 @@ def _circle(found: Findings) -> Diagnosis | None:
     Where all make the same calls in the same order that can't be, however long one of them computes: who is
     waited for, here, waits itself for a call that comes earlier in that order.
     """
-    calls = {a.rank: (a.waits.log, a.waits.number) for a in found.answers.values() if _is_steady(found, a)}  # type: ignore[union-attr]
+    calls = {
+        answer.rank: (answer.waits.log, answer.waits.number)
+        for answer in found.answers.values()
+        if answer.waits is not None and _is_steady(found, answer)
+    }
     # A rank needs what it waits for, and that needs ranks: of many in one wait their peers are listed once.
     needs: dict[object, list[object]] = {rank: [call] for rank, call in calls.items()}
     for rank, call in calls.items():

@@ -88,8 +88,8 @@ class StatusExchange:
     def request(self, steps: int = 0, after: int | None = None) -> int:
         """Ask all ranks for their status, and for so many steps of their rings; returns the call's number.
 
-        steps: -1 asks only to see whether there is a diagnosis. after: only if that is still the last call; else
-            0 is returned.
+        steps: -1 asks only to see whether there is a diagnosis. after: ask only if that is still the last call;
+            else 0 is returned.
         """
         while True:
             before = self._latest()
