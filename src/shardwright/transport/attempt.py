@@ -132,8 +132,8 @@ class Attempt:
 
     def _hear(self) -> None:
         """See who has said hello: of many that haven't none is looked for."""
-        self._calls += range(self._num_calls + 1, (num := self._store.add("callers", 0)) + 1)
-        self._num_calls = num
+        before, self._num_calls = self._num_calls, self._store.add("callers", 0)
+        self._calls += range(before + 1, self._num_calls + 1)
         found = self._read([f"caller/{number}" for number in self._calls])
         self._calls = [number for number in self._calls if f"caller/{number}" not in found]
         self._heard |= {*map(int, found.values())}
@@ -151,7 +151,7 @@ class Attempt:
                     results[rank] = end.value
             written = {key: value for key, value in steps.values() if value is not None}
             for keys in batches([*written]):
-                self._store.multi_set(keys, [written[key] for key in keys])
+                self._store.multi_set(keys, [written[k] for k in keys])  # pyright: ignore[reportAttributeAccessIssue]
             found = self._read([key for key, value in steps.values() if value is None])
             told = {rank: found.get(key, "") for rank, (key, _) in steps.items()}
         return results
@@ -213,7 +213,7 @@ def keys_of(ranks: Sequence[int], timeout: timedelta, what: str) -> Store:
     """
     ours = list(ranks).index(dist.get_rank())
     # Groups of other ranks are made at the same time, so that the ranks are part of the keys.
-    members = PrefixStore(f"group/{short(tuple(ranks))}", job_store())
+    members = PrefixStore(f"group/{short(ranks)}", job_store())
     wait = Launch(0, what.removeprefix("to "), process_state.phase, process_state.step)
     with LaunchLog(ranks, "meeting ").waiting(wait):
         return _met(Attempt(members, ours, len(ranks)), timeout, what).keys()

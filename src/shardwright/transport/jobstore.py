@@ -180,7 +180,7 @@ class JobStore(Store):
 
 
 def values(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """What those of ``keys`` hold that are there, in order. A batch in which some are missing is halved, so few
+    """What those of ``keys`` hold that are there, in order. A batch in which some are missing is halved: few
     missing ones cost few calls."""
     found, parts = dict[str, bytes](), batches(keys)[::-1]
     while parts:

@@ -154,10 +154,10 @@ class ProcessState:
             raise self.diagnosis
 
 
-def short(ranks: tuple[int, ...]) -> str:
+def short(ranks: Sequence[int]) -> str:
     """Ranks in few words, for machines: "0-9999:1", "3,5"."""
     step = ranks[1] - ranks[0] if len(ranks) > 2 else 0
-    if step > 0 and ranks == (*range(ranks[0], ranks[-1] + 1, step),):
+    if step > 0 and [*ranks] == [*range(ranks[0], ranks[-1] + 1, step)]:
         return f"{ranks[0]}-{ranks[-1]}:{step}"
     return ",".join(map(str, ranks))
 

@@ -88,8 +88,8 @@ class StatusExchange:
     def request(self, steps: int = 0, after: int | None = None) -> int:
         """Ask all ranks for their status, and for so many steps of their rings; returns the call's number.
 
-        steps: -1 asks only to see whether there is a diagnosis. after: ask only if that is still the last call;
-            else 0 is returned.
+        steps: -1 asks only to see whether there is a diagnosis. after: ask only if that is the last call still,
+            else return 0.
         """
         while True:
             before = self._latest()
@@ -292,7 +292,7 @@ def fields_of(answer: Answer) -> dict:
     """What ``answer_of`` takes, for JSON: ranks in few words, which would be most of an answer of many."""
     fields = asdict(answer)
     for log in fields["logs"].values():
-        log["ranks"] = short(tuple(log["ranks"]))
+        log["ranks"] = short(log["ranks"])
     return fields
 
 
