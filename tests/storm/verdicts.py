@@ -203,7 +203,9 @@ class Case:
         attempt = SimpleNamespace(token="token", meet=lambda: True)
         watch = watchdog.Watch(POLICY, self.asker, attempt, job_store(), lambda: None)  # type: ignore[arg-type]
         watch.start()
-        sim.sleep(2 * self.look_s + self.chance.random() * self.look_s)
+        while not watch.reach.has_met:
+            sim.sleep(0.1)
+        sim.sleep((1 + self.chance.random()) * self.look_s)
         self.fault_s = sim.now
         log = LaunchLog(self.ranks, "cpu")
         self.name = log.name

@@ -88,8 +88,8 @@ class StatusExchange:
     def request(self, steps: int = 0, after: int | None = None) -> int:
         """Ask all ranks for their status, and for so many steps of their rings; returns the call's number.
 
-        steps: -1 asks only to see whether there is a diagnosis. after: ask only if that is the last call still,
-            else return 0.
+        steps: -1 asks only to see whether there is a diagnosis. after: only ask where that is the last call;
+            0 is returned elsewhere.
         """
         while True:
             before = self._latest()
