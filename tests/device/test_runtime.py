@@ -239,10 +239,14 @@ RESET_FORGETS = "engine/step/hooks.py reset_step: group.reducer.gradients.forget
 OWN_TESTS = {FILLED, RESET_FORGETS, END_FORGETS}
 _ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at once, and its streams wait"
 _SAVES = "ranks come to a save by words in a store, which a test of its own shows"
+_SUMS = "no schedule here sums its memory; tests/ranks/test_flips.py shows that"
 NOT_REACHED = {
     "checkpoint/save.py save: asked.group.arrive(f'save(step={step})')": _SAVES,
     "checkpoint/save.py async_save: asked.group.arrive(f'async_save(step={step})')": _SAVES,
     "clients/strategies.py on_rank_0: group.arrive(what)": _SAVES,
+    "engine/groups/summed.py Sums.check: self.forget(tensor)": _SUMS,
+    "engine/groups/summed.py SummedGroup.wait: super().wait()": _SUMS,
+    "engine/groups/summed.py SummedGroup.write_back: self.sums.forget(face)": _SUMS,
     "lora.py save_adapter: ranks().arrive('save_adapter')": _SAVES,
     "module.py _save_pretrained: ranks().arrive(f'{own.__name__}.save_pretrained')": _SAVES,
     "module.py GradientReductionHandle.wait: backward.settle(self._number)": (
