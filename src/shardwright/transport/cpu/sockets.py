@@ -21,7 +21,7 @@ from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
 from shardwright.transport.cpu.message import coded_message, message_of
 from shardwright.transport.cpu.peers import Peers, hops
 from shardwright.transport.cpu.transfer import CollectiveFailure, Transfer, Worker
-from shardwright.transport.cpu.views import view_of, views_of
+from shardwright.transport.cpu.views import views_of
 from shardwright.transport.streams import Streams
 
 _MOST_AT_ONCE = 4
@@ -161,7 +161,9 @@ class SocketComm(Comm):
         with self._beginning():
             transfer = self._transfer(key, [sent, place])
             self.connections.to(GATHERS, source).receive(transfer, place.nbytes, views_of([place]))
-            self.connections.to(GATHERS, to).send(transfer, message_of(transfer.launch, [view_of(sent)]))
+            self.connections.to(GATHERS, to).send(
+                transfer, message_of(transfer.launch, list(views_of([sent])))
+            )
         self._loop.go()
         transfer.wait_received()
         transfer.wait_sent()
