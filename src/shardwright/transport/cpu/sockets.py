@@ -161,9 +161,7 @@ class SocketComm(Comm):
         with self._beginning():
             transfer = self._transfer(key, [sent, place])
             self.connections.to(GATHERS, source).receive(transfer, place.nbytes, views_of([place]))
-            self.connections.to(GATHERS, to).send(
-                transfer, message_of(transfer.launch, list(views_of([sent])))
-            )
+            self.connections.to(GATHERS, to).send(transfer, message_of(transfer.launch, views_of([sent])))
         self._loop.go()
         transfer.wait_received()
         transfer.wait_sent()
@@ -227,13 +225,13 @@ class SocketComm(Comm):
             whole = [(0, part.nbytes)] if runs is None else runs
             joined += [(begin + start, begin + stop) for start, stop in whole]
             begin += part.nbytes
-        message = message_of(transfer.launch, list(views_of(parts)), joined)
+        message = message_of(transfer.launch, views_of(parts), joined)
         self.sent_nbytes += connection.send(transfer, message)
 
 
 def _message(transfer: Transfer, parts: Sequence[torch.Tensor]) -> Sequence[memoryview]:
     """That of ``parts``; empty where all of them are."""
-    views = list(views_of(parts))
+    views = views_of(parts)
     return message_of(transfer.launch, views) if views else []
 
 
