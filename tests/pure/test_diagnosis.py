@@ -24,7 +24,7 @@ from shardwright.observe.watch.findings import (
     Waits,
 )
 from shardwright.observe.watch.status import status
-from shardwright.observe.watch.status_exchange import StatusExchange, answer_of
+from shardwright.observe.watch.status_exchange import StatusExchange, answer_of, fields_of
 from shardwright.observe.watch.table import table, tell
 from shardwright.observe.watch.watchdog import Watch, _Known
 from shardwright.policy import WatchPolicy
@@ -249,7 +249,7 @@ def test_every_error_names_its_class_the_table_and_a_remedy():
 
 def test_an_answer_survives_the_store():
     answer = says(1, "abc", 2, caught="ValueError: x", foreign="", idle_s=1.5)
-    assert answer_of(json.loads(json.dumps(dataclasses.asdict(answer)))) == answer
+    assert answer_of(json.loads(json.dumps(fields_of(answer)))) == answer
 
 
 OBEYED = "\x1b[2J\x07all is well\r\x9b1A\u202e\u200b"
@@ -324,7 +324,7 @@ def test_a_rank_that_answers_each_call_too_late_is_not_silent(monkeypatch):
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     watch = object.__new__(Watch)
     watch.rank, watch._known = 0, _Known()
-    watch.reach = SimpleNamespace(answered=lambda rank: answered[0], hosts=dict)
+    watch.reach = SimpleNamespace(answered=lambda ranks: {rank: answered[0] for rank in ranks}, hosts=dict)
 
     def silent_s(lately: bool) -> float:
         for _ in range(10):

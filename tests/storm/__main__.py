@@ -4,6 +4,7 @@ python -m tests.storm steps --seed 17      that night, with its history
 python -m tests.storm disk --seconds 60    fresh seeds; prints those whose night breaks a promise
 python -m tests.storm engine --count 100   so many of them
 python -m tests.storm                      all depths, as many seconds each
+python -m tests.storm scale --ranks 1024 --faults 100    what a job of many ranks takes, and its verdicts
 """
 
 import argparse
@@ -14,7 +15,7 @@ from random import SystemRandom
 from typing import NamedTuple
 
 from shardwright import clock
-from tests.storm import checkpoints, nights, weather
+from tests.storm import checkpoints, nights, verdicts, weather
 
 
 class Depth(NamedTuple):
@@ -72,11 +73,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = "; ".join(f"{name}: {depth.what}" for name, depth in DEPTHS.items())
-    parser.add_argument("depth", choices=DEPTHS, nargs="?", help=what)
+    parser.add_argument("depth", choices=[*DEPTHS, "scale"], nargs="?", help=what)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[256], help="of scale: a row for each")
+    parser.add_argument("--faults", type=int, default=100, help="of scale: how many, of random kinds")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--count", type=int)
     options = parser.parse_args()
+    if options.depth == "scale":
+        for line in verdicts.report(options.ranks, options.faults, options.seed or 0):
+            print(line, flush=True)
+        return 0
     if options.seed is not None:
         if options.depth is None:
             parser.error("--seed needs a depth")

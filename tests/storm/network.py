@@ -29,11 +29,11 @@ class Network:
         self.bound: dict[tuple[str, int], Datagram] = {}
         self.cut: set[frozenset[str]] = set()
         self.held: list[tuple[frozenset[str], Any]] = []
-        self.nbytes = 0
+        self.nbytes = self.messages = 0
         self.flip_at = inf
         """The byte, counted over all connections, of which a bit is flipped on the way."""
         self.on_flip: Callable[[], None] = lambda: None
-        self._ports = iter(range(20_000, 60_000))
+        self._ports = iter(range(20_000, 10_000_000))
 
     # ---- hosts
 
@@ -205,7 +205,7 @@ class Stream:
                 data = bytearray(data)
                 data[place] ^= 1 << network.sim.random.randrange(8)
                 network.on_flip()
-            network.nbytes += len(data)
+            network.nbytes, network.messages = network.nbytes + len(data), network.messages + 1
         self.peer._push(bytes(data))
         return len(data)
 

@@ -22,6 +22,7 @@ import greenlet
 
 MAIN = "main"
 """The name of a process' first thread, which Ctrl-C interrupts."""
+_MANY = 256  # tasks that may go on, of which none is drawn any more
 
 
 class Killed(BaseException):
@@ -166,9 +167,9 @@ class GreenletTask(Task):
 
     def __init__(self, process: Process, name: str, run: Callable[[], None]) -> None:
         super().__init__(process, name, run)
-        self._greenlet = greenlet.greenlet(self._begin)
+        self._greenlet = greenlet.greenlet(self._begin, process.sim.outermost)
 
-    def _begin(self) -> None:
+    def _begin(self, _: object = None) -> None:  # what another one returns as it ends
         self.live()
         self.process.sim.hand_over(self._end_with)
 
@@ -219,6 +220,7 @@ class Simulation:
         """Tasks whose wait may have ended; nobody else is looked at."""
         self.numbers = iter(range(1, 1 << 62))
         self._main = threading.Lock()
+        self.outermost = greenlet.getcurrent()
 
     # ---- who runs
 
@@ -341,6 +343,11 @@ class Simulation:
         while self.tasks:
             while self._ends and self._ends[0][0] <= self.now:
                 self._changed[heapq.heappop(self._ends)[2]] = None
+            if len(self._changed) > _MANY:  # whoever it is: to look at all each time would take for ever
+                task, _ = self._changed.popitem()
+                if not task.done and task.can_go:
+                    return task
+                continue
             able = [task for task in self._changed if not task.done and task.can_go]
             self._changed = dict.fromkeys(able)
             if able:

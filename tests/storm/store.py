@@ -14,12 +14,15 @@ _HELD_S = 900.0
 
 
 class Held:
-    """What the store holds. process: with which it ends."""
+    """What the store holds. process: with which it ends. serve_s: seconds for which its one thread is busy
+    with a call, and with each key of it. calls, nbytes: of all that was asked and answered."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.keys: dict[str, bytes] = {}
-        self.silent_until = 0.0
+        self.silent_until = self.busy_until = 0.0
+        self.serve_s = 0.0, 0.0
+        self.calls = self.nbytes = 0
         self.waiters: dict[Task, None] = {}
         self.fronts: list[SimulatedStore] = []
 
@@ -44,11 +47,16 @@ class SimulatedStore(Store):
     def set_timeout(self, _: timedelta) -> None:
         """It has one."""
 
-    def _ask(self) -> dict[str, bytes]:
+    def _ask(self, nbytes: int = 0, num_keys: int = 1) -> dict[str, bytes]:
         """The keys, once the store has heard. Raises: DistNetworkError, where it has ended."""
         sim, held = self.network.sim, self.held
         host, there = sim.here.host, held.process.host
-        sim.sleep(self.network.delay_s() if there != host else 1e-5)
+        held.calls, held.nbytes = held.calls + 1, held.nbytes + nbytes
+        arrives_s = sim.now + (self.network.delay_s(nbytes) if there != host else 1e-5)
+        if held.serve_s[0]:
+            arrives_s = max(arrives_s, held.busy_until) + held.serve_s[0] + held.serve_s[1] * num_keys
+            held.busy_until = arrives_s
+        sim.sleep(arrives_s - sim.now)
         if sim.now < held.silent_until or self.network.are_cut(host, there):
             sim.wait(
                 lambda: (
@@ -62,39 +70,46 @@ class SimulatedStore(Store):
         return held.keys
 
     def set(self, key: str, value: Any) -> None:
-        self._ask()[key] = _bytes(value)
+        self._ask(len(key) + len(value))[key] = _bytes(value)
         self.network.sim.look_at(self.held.waiters)
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self.held.keys[key]
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.wait(keys)
-        return [self.held.keys[key] for key in keys]
+        found = [self.held.keys[key] for key in keys]
+        self.held.nbytes += sum(map(len, found))
+        return found
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        self._ask(sum(map(len, (*keys, *values))), len(keys)).update(
+            zip(keys, map(_bytes, values), strict=True)
+        )
+        self.network.sim.look_at(self.held.waiters)
 
     def add(self, key: str, amount: int) -> int:
-        keys = self._ask()
+        keys = self._ask(len(key))
         keys[key] = str(int(keys.get(key, b"0")) + amount).encode()
         self.network.sim.look_at(self.held.waiters)
         return int(keys[key])
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        keys = self._ask()
+        keys = self._ask(len(key) + len(desired))
         if keys.get(key, b"") == _bytes(expected):
             keys[key] = _bytes(desired)
             self.network.sim.look_at(self.held.waiters)
         return keys.get(key, _bytes(expected))
 
     def check(self, keys: list[str]) -> bool:
-        held = self._ask()
+        held = self._ask(sum(map(len, keys)), len(keys))
         return all(key in held for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        return self._ask().pop(key, None) is not None
+        return self._ask(len(key)).pop(key, None) is not None
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        held, sim = self._ask(), self.network.sim
+        held, sim = self._ask(sum(map(len, keys)), len(keys)), self.network.sim
         until = sim.now + (timeout or self.timeout).total_seconds()
         if not sim.wait(lambda: all(key in held for key in keys), until, self.held.waiters):
             raise DistStoreError(f"wait timeout, keys: {keys}")

@@ -25,17 +25,17 @@ from shardwright.errors import CommError, printable
 from shardwright.torch_private import default_store_is, new_group_of, rendezvous_handlers
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
-from shardwright.transport.jobstore import job_store
-from shardwright.transport.process import Launch, LaunchLog, came, process_is_ours, process_state
+from shardwright.transport.jobstore import batches, job_store, pause_s, values
+from shardwright.transport.process import Launch, LaunchLog, came, process_is_ours, process_state, short
 
 _NAME = "shardwright/attempt"
-_POLLS_S = 0.001, 0.02  # the shortest and the longest pause between two looks
+_POLLS_S = 0.02, 20  # the longest pause between two looks, of few ranks, and how much shorter the first is
 _UNKNOWN = "?"  # of a host without /proc
 _Result = TypeVar("_Result")
 _Found = tuple[Store, int, int]
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _GLOO_LAZY, _GLOO_OVER = "TORCH_GLOO_LAZY_INIT", "GLOO_DEVICE_TRANSPORT"  # variables that torch reads
-_MEETING_POLLS_S = 0.0005, 0.05  # of all ranks of a transport, which ask one store at a time
+_MEETING_POLLS_S = 0.05, 100  # of all ranks of a transport, which ask one store at a time
 _NO_REASON = " "
 Round = Generator[tuple[str, str | None], str, _Result]
 
@@ -49,6 +49,8 @@ Round = Generator[tuple[str, str | None], str, _Result]
 #     hello/<rank>            the rank's own random number      written by the rank
 #     welcome/<rank>          that number, and the token        written by the first rank
 #     <token>/met/<rank>      that the rank has the token       written by the rank
+#
+# And once it has said hello, a rank leaves under "caller/<n>" that it has: whom the first rank looks for.
 #
 # A welcome counts for the number that it repeats, so nobody takes an old one. A rank that has the token is
 # seen to have it before it says its next hello, and the first rank looks for that *after* it has read a
@@ -104,10 +106,11 @@ class Attempt:
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store = PrefixStore(_NAME, store)
-        self._rank = rank
+        self._rank, self._world = rank, world
         self._number = secrets.token_hex(8)
         self._process = liveness.identity() or _UNKNOWN
         self._unmet = set(range(1, world)) if rank == 0 else set[int]()
+        self._heard, self._calls, self._num_calls = set[int](), list[int](), 0
         self.token = self._number if rank == 0 else ""
         if rank == 0:
             self._store.set(met(0, self.token), self._process)
@@ -116,28 +119,49 @@ class Attempt:
     def meet(self) -> bool:
         """Answer who says hello, or see whether this rank was answered. Returns whether all is said."""
         if self._rank == 0:
-            self._unmet -= {rank for rank in tuple(self._unmet) if self._go(answer(rank, self.token))}
+            self._hear()
+            met = self._go({rank: answer(rank, self.token) for rank in self._unmet & self._heard})
+            self._unmet -= {rank for rank, has_token in met.items() if has_token}
             return not self._unmet
         if not self.token:
-            self.token = self._go(ask(self._rank, self._number, self._process))
+            self.token = self._go({0: ask(self._rank, self._number, self._process)})[0]
+        if not self._heard:  # only now, when it has said hello
+            self._store.set(f"caller/{self._store.add('callers', 1)}", str(self._rank))
+            self._heard = {0}
         return bool(self.token)
 
-    def _go(self, steps: Round[_Result]) -> _Result:
-        try:
-            key, value = next(steps)
-            while True:
-                if value is not None:
-                    self._store.set(key, value)
-                key, value = steps.send(self._read(key) if value is None else "")
-        except StopIteration as end:
-            return end.value
+    def _hear(self) -> None:
+        """See who has said hello: of many that haven't none is looked for."""
+        before, self._num_calls = self._num_calls, self._store.add("callers", 0)
+        self._calls += range(before + 1, self._num_calls + 1)
+        found = self._read([f"caller/{number}" for number in self._calls])
+        self._calls = [number for number in self._calls if f"caller/{number}" not in found]
+        self._heard |= {*map(int, found.values())}
 
-    def _read(self, key: str) -> str:
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def _go(self, rounds: dict[int, Round[_Result]]) -> dict[int, _Result]:
+        """Go through rounds side by side: the keys of a step are read, and written, in batches."""
+        told: dict[int, str | None] = dict.fromkeys(rounds)
+        results = dict[int, _Result]()
+        while told:
+            steps = dict[int, tuple[str, str | None]]()
+            for rank, said in told.items():
+                try:
+                    steps[rank] = rounds[rank].send(said)  # pyright: ignore[reportArgumentType]  # None begins it
+                except StopIteration as end:
+                    results[rank] = end.value
+            written = {key: value for key, value in steps.values() if value is not None}
+            for keys in batches([*written]):
+                self._store.multi_set(keys, [written[k] for k in keys])  # pyright: ignore[reportAttributeAccessIssue]
+            found = self._read([key for key, value in steps.values() if value is None])
+            told = {rank: found.get(key, "") for rank, (key, _) in steps.items()}
+        return results
+
+    def _read(self, keys: Sequence[str]) -> dict[str, str]:
+        return {key: data.decode() for key, data in values(self._store, keys).items()}
 
     def meet_within(self, seconds: float) -> bool:
         """``meet`` until all is said, or ``seconds`` are over; whether all is said."""
-        return came(self.meet, seconds, *_POLLS_S)
+        return _came(self.meet, seconds, 8 * self._world if self._rank else 1, *_POLLS_S)
 
     @property
     def missing(self) -> str:
@@ -152,8 +176,13 @@ class Attempt:
         """Those of ``ranks`` that were here and whose processes, of this host, are known to have ended."""
         if not self.token:
             return []
-        told = {rank: self._read(met(rank, self.token)) for rank in ranks}
-        return [rank for rank, process in told.items() if process != _UNKNOWN and liveness.has_ended(process)]
+        told = self._read([met(rank, self.token) for rank in ranks])
+        return sorted(liveness.ended({rank: told.get(met(rank, self.token), "") for rank in ranks}))
+
+
+def _came(ready: Callable[[], bool], seconds: float, world: int, most_s: float, shorter: int) -> bool:
+    most_s = pause_s(most_s, world)
+    return came(ready, seconds, most_s / shorter, most_s)
 
 
 def this_attempt() -> Attempt:
@@ -184,7 +213,7 @@ def keys_of(ranks: Sequence[int], timeout: timedelta, what: str) -> Store:
     """
     ours = list(ranks).index(dist.get_rank())
     # Groups of other ranks are made at the same time, so that the ranks are part of the keys.
-    members = PrefixStore(f"group/{','.join(map(str, ranks))}", job_store())
+    members = PrefixStore(f"group/{short(ranks)}", job_store())
     wait = Launch(0, what.removeprefix("to "), process_state.phase, process_state.step)
     with LaunchLog(ranks, "meeting ").waiting(wait):
         return _met(Attempt(members, ours, len(ranks)), timeout, what).keys()
@@ -267,10 +296,10 @@ class Meeting:
         return self._store.get(f"{what}/{self.rank}").decode()
 
     def read(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
-        """What these ranks have left, all of which have come. One message, however many there are."""
+        """What these ranks have left, all of which have come. One message for a batch of them."""
         ranks = list(ranks)
-        found = self._store.multi_get([f"{what}/{rank}" for rank in ranks]) if ranks else []
-        return {rank: data.decode() for rank, data in zip(ranks, found, strict=True)}
+        found = values(self._store, [f"{what}/{rank}" for rank in ranks])
+        return {rank: found[f"{what}/{rank}"].decode() for rank in ranks}
 
     def refusal(self, what: str, own: str | None) -> str | None:
         """Return when all ranks have come here: why one of them refused, None where none did; the same on
@@ -300,7 +329,7 @@ class Meeting:
     def _wait_for(self, key: str, what: str) -> None:
         store = self._store
         with self.waiting(what):
-            if not came(lambda: store.check([key]), self.timeout_s, *_MEETING_POLLS_S):
+            if not _came(lambda: store.check([key]), self.timeout_s, self.world, *_MEETING_POLLS_S):
                 num_there = store.add(f"{what}/came", 0)
                 raise CommError(
                     f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {num_there} of "

@@ -4,16 +4,18 @@ Every rank leaves in the job's store where its process can be looked up, for ran
 """
 
 import os
+from collections.abc import Mapping
 
 
-def has_ended(told: str) -> bool:
-    """Whether the process with this identity is known to have ended; False for one of another host."""
+def ended(told: Mapping[int, str]) -> set[int]:
+    """Those of some ranks, of which each has told its process' identity, that are known to have ended."""
     own = identity()
-    if own is None or not told:  # no /proc, here or there
-        return False
-    host, pid, _ = told.rsplit(" ", 2)
+    if own is None:  # no /proc
+        return set()
     # Of another boot, or another namespace of ids, nothing is known: such a rank counts as alive.
-    return own.rsplit(" ", 2)[0] == host and identity(int(pid)) != told
+    host = own.rsplit(" ", 2)[0] + " "
+    ours = {rank: each for rank, each in told.items() if each.startswith(host)}
+    return {rank for rank, each in ours.items() if identity(int(each.split(" ")[-2])) != each}
 
 
 def identity(pid: int | None = None) -> str | None:

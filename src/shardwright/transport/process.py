@@ -13,6 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -153,6 +154,24 @@ class ProcessState:
             raise self.diagnosis
 
 
+def short(ranks: Sequence[int]) -> str:
+    """Ranks in few words, for machines: "0-9999:1", "3,5"."""
+    step = ranks[1] - ranks[0] if len(ranks) > 2 else 0
+    if step > 0 and [*ranks] == [*range(ranks[0], ranks[-1] + 1, step)]:
+        return f"{ranks[0]}-{ranks[-1]}:{step}"
+    return ",".join(map(str, ranks))
+
+
+@lru_cache(1024)
+def ranks_of(text: str) -> tuple[int, ...]:
+    """The ranks in such words."""
+    first, dash, rest = text.partition("-")
+    if not dash:
+        return tuple(map(int, text.split(",")))
+    last, _, step = rest.partition(":")
+    return (*range(int(first), int(last) + 1, int(step)),)
+
+
 process_state = ProcessState()
 # All that a rank knows hangs here, so that a simulation can have one for each of its ranks, and put the
 # attributes of whichever runs in place. Elsewhere is only what belongs to the real process: its memory
@@ -177,7 +196,7 @@ class LaunchLog:
         # Ranks make the transports of one set of ranks in one order, so counting gives each the same name on
         # all.
         process_state.num_logs[self.ranks, kind] += 1
-        self.name = f"{kind}{process_state.num_logs[self.ranks, kind]} of {','.join(map(str, self.ranks))}"
+        self.name = f"{kind}{process_state.num_logs[self.ranks, kind]} of {short(self.ranks)}"
         self.ring: deque[Launch] = deque(maxlen=RING)
         self.operations = 0
         self._of_caller: LaunchLog | None = None

@@ -18,8 +18,9 @@ what was launched, never by how long it takes: a rank that computes, sleeps or i
 """
 
 from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 
-from shardwright.observe.watch.findings import Answer, Diagnosis, Fault, Findings
+from shardwright.observe.watch.findings import Answer, Diagnosis, Fault, Findings, Launched
 from shardwright.policy import WatchPolicy
 
 FOREIGN_S = 2.0
@@ -117,14 +118,17 @@ _DIVERGED = (
 def _different_launches(found: Findings) -> Diagnosis | None:
     """Two ranks launched different collectives under the same number of one transport."""
     for name in dict.fromkeys(name for answer in found.answers.values() for name in answer.logs):
-        logs = {rank: answer.logs[name] for rank, answer in found.answers.items() if name in answer.logs}
-        first = max(log.count - len(log.keys) for log in logs.values()) + 1
-        for number in range(first, max(log.count for log in logs.values()) + 1):
+        alike: dict[object, tuple[Launched, list[int]]] = {}
+        for rank, answer in found.answers.items():
+            if (log := answer.logs.get(name)) is not None:
+                alike.setdefault((log.count, log.keys), (log, []))[1].append(rank)
+        first = max(log.count - len(log.keys) for log, _ in alike.values()) + 1
+        for number in range(first, max(log.count for log, _ in alike.values()) + 1):
             sides: dict[str, list[int]] = {}
-            for rank, log in logs.items():
+            for log, ranks in alike.values():
                 key = log.key(number)
                 if key is not None:
-                    sides.setdefault(key, []).append(rank)
+                    sides.setdefault(key, []).extend(ranks)
             if len(sides) > 1:
                 said = ", ".join(f"{spans(ranks)} launched {key!r}" for key, ranks in sides.items())
                 ranks = sorted(rank for side in sides.values() for rank in side)
@@ -138,7 +142,9 @@ def _missing(found: Findings, answer: Answer) -> list[int]:
     waits = answer.waits
     if waits is None or waits.log not in answer.logs:
         return []
-    missing = []
+    if (waits.log, waits.number) in found.missing:  # the same for all that wait for it, which may be all
+        return found.missing[waits.log, waits.number]
+    missing = found.missing.setdefault((waits.log, waits.number), [])
     for rank in answer.logs[waits.log].ranks:
         other = found.answers.get(rank)
         log = other.logs.get(waits.log) if other is not None else None
@@ -194,20 +200,21 @@ def _circle(found: Findings) -> Diagnosis | None:
     Where all make the same calls in the same order that can't be, however long one of them computes: who is
     waited for, here, waits itself for a call that comes earlier in that order.
     """
-    needs = {
-        rank: [peer for peer in _missing(found, answer) + _elsewhere(found, answer) if peer != rank]
-        for rank, answer in found.answers.items()
-        if _is_steady(found, answer)
+    calls = {
+        answer.rank: (answer.waits.log, answer.waits.number)
+        for answer in found.answers.values()
+        if answer.waits is not None and _is_steady(found, answer)
     }
-    for start in needs:
-        trail, reached = [start], set[int]()
-        while trail:
-            for peer in needs.get(trail.pop(), ()):
-                if peer == start:
-                    return _divergence(found, [rank for rank in found.answers if rank in needs])
-                if peer not in reached:
-                    reached.add(peer)
-                    trail.append(peer)
+    # A rank needs what it waits for, and that needs ranks: of many in one wait their peers are listed once.
+    needs: dict[object, list[object]] = {rank: [call] for rank, call in calls.items()}
+    for rank, call in calls.items():
+        if call not in needs:
+            peers = _missing(found, found.answers[rank]) + _elsewhere(found, found.answers[rank])
+            needs[call] = [peer for peer in peers if calls.get(peer) != call]
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError:
+        return _divergence(found, [*calls])
     return None
 
 
@@ -269,7 +276,8 @@ _NOT_ENTERED = "has not entered it: the device is still busy with what was queue
 
 def _stuck(found: Findings, policy: WatchPolicy) -> Diagnosis | None:
     """All wait, and what one waits for all have launched: what moves the bytes has stopped, or crawls."""
-    for answer in found.answers.values():
+    waiting = {(a.waits.log, a.waits.number): a for a in found.answers.values() if a.waits}
+    for answer in waiting.values():
         log = answer.waits and answer.logs.get(answer.waits.log)
         if policy.collective_s is None or not log or _missing(found, answer):
             continue

@@ -79,7 +79,7 @@ class Answer:
     place: the phase it is in, in words. line: the user's file, line and function. does: what it does while
     it doesn't wait, for since_s seconds. idle_s: how long no thread of it has run. foreign: the name of the
     ``torch.distributed`` call that it is in, for foreign_s. caught: an exception that went through a forward
-    of this step or the last, and was caught.
+    of this step or the last, and was caught. gone: ranks whose connection to this one is closed.
     """
 
     rank: int
@@ -94,6 +94,7 @@ class Answer:
     caught: str = ""
     status: Status = field(default_factory=Status)
     logs: Mapping[str, Launched] = field(default_factory=dict)
+    gone: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class Findings:
 
     ended: ranks whose process or connection is known to be gone. silent: seconds since a rank last answered,
     of those that did not. took_s: how long answers were waited for. asker, hosts: who asked, and the address
-    of each rank's host, as far as they are known.
+    of each rank's host, as far as they are known. missing: what the diagnosis has counted already, by what is
+    waited for: a transport's name and a launch's number.
     """
 
     world: int
@@ -131,6 +133,7 @@ class Findings:
     took_s: float = 0.0
     asker: int = -1
     hosts: Mapping[int, str] = field(default_factory=dict)
+    missing: dict[tuple[str, int], list[int]] = field(default_factory=dict, init=False, compare=False)
 
 
 @dataclass(frozen=True)

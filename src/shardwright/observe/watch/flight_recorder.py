@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardwright import clock
 from shardwright.observe.watch.findings import Launched
 from shardwright.torch_private import flight_records, process_groups
-from shardwright.transport.process import RING, LaunchLog, process_state
+from shardwright.transport.process import RING, LaunchLog, process_state, short
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ def _ranks_of(name: str) -> tuple[int, ...]:
 
 
 def _log_name(name: str, ranks: tuple[int, ...]) -> str:
-    return f"group {name} of {','.join(map(str, ranks))}"
+    return f"group {name} of {short(ranks)}"
 
 
 def _key(group: GroupRecord, number: int) -> str:

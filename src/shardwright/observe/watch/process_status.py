@@ -182,6 +182,7 @@ class ProcessStatus:
             caught=caught if caught_step >= process_state.step - 1 else "",
             status=Status(progress, resident_nbytes(), _device_nbytes()),
             logs=logs,
+            gone=tuple({log.ranks[place] for log in process_state.logs for place in tuple(log.ended)}),
         )
 
 

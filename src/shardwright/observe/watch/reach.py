@@ -11,9 +11,8 @@ Each has the token of the attempt and the rank that sends it; what has another t
 
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from shardwright.observe.watch.status_exchange import (
     SharedDiagnosis,
     StatusExchange,
     answer_of,
+    fields_of,
     open_exchange,
 )
 from shardwright.torch_private import default_store
@@ -101,9 +101,9 @@ class Reach:
         silent = dict.fromkeys(self._peers.places.keys() - answers.keys(), seconds)
         return Findings(self.world, answers, notes, silent=silent, took_s=seconds, hosts=self.hosts())
 
-    def answered(self, rank: int) -> int:
-        """The last call that a rank has answered, in time or not; 0: none."""
-        return self._peers.answered.get(rank, 0) if self.is_silent else self.exchange.answered(rank)
+    def answered(self, ranks: Iterable[int]) -> Mapping[int, int]:
+        """Of ranks that have answered a call the last one, in time or not."""
+        return self._peers.answered if self.is_silent else self.exchange.answered(ranks)
 
     def tell(self, shared: SharedDiagnosis) -> None:
         """Send all ranks a diagnosis, without the store."""
@@ -170,7 +170,7 @@ class Datagrams:
                 return
             if kind == "ask":
                 answer = self._own()
-                self._send([rank], "answer", number, asdict(answer))
+                self._send([rank], "answer", number, fields_of(answer))
             elif kind == "answer":
                 self.answered[rank] = number
                 if number == self._number:

@@ -2,17 +2,18 @@
 
 While all goes well nothing is written.
 
-    latest          number of the last call: its caller writes, everyone looks a few times a second
+    latest          the last call: its number, how many steps of its ring each rank is to leave, and the rank
+                    that calls ("-": none of them); everyone looks a few times a second
     answer/<rank>   the number it answers, and what the rank says of itself
     came/<call>     how many have answered
-    wants/<call>    how many steps of its ring each rank is to leave, where the caller wants rings
-    ring/<call>/<r> they
+    ring/<call>/<r> the steps
     looked/<window> whether a rank has asked who was late then (20 steps)
     looks           what is known of the last time: ``Looks``
     lines, line/<n> what rank 0 is to write into its log
     lates, late/<n> how many times a rank was found late; which one it was, and why
     who/<rank>      the rank's process, to see from the same host whether it has ended
     at/<rank>       where the rank answers who can't ask through the store; it has come
+    come            how many have; places: of all of them, once they have, in one key
     note/<n>        what a rank left behind as it ended
     dismissed/<r>   the rank was told to end, by SIGTERM
     diagnosis       what is wrong for good: the first one counts
@@ -23,6 +24,7 @@ two numbers; an answer to the later one serves both.
 """
 
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -43,7 +45,8 @@ from shardwright.observe.watch.findings import (
     Waits,
 )
 from shardwright.transport import liveness
-from shardwright.transport.jobstore import bottom_of
+from shardwright.transport.jobstore import bottom_of, values
+from shardwright.transport.process import ranks_of, short
 
 _POLL_S = 0.02
 
@@ -67,36 +70,50 @@ class StatusExchange:
         self.world = world
         self.holds_store = holds_store
         self._store = store
-        store.compare_set("latest", "", "0")
+        self._who: dict[int, bytes] = {}
+        self._own = "-"
 
     # ---- calls and answers
 
-    def latest(self) -> int:
-        """The number of the last call; 0 before the first."""
-        return int(self._store.get("latest"))
+    def latest(self) -> tuple[int, int, bool]:
+        """The number of the last call, 0 before the first; the steps of its ring that a rank is to leave; and
+        whether another rank asks what is wrong."""
+        call, steps, caller = self._latest().split()
+        return int(call), int(steps), steps == "0" and caller not in ("-", self._own)
 
-    def request(self, steps: int = 0) -> int:
-        """Ask all ranks for their status, and for so many steps of their rings; returns the call's number."""
-        call = self._store.add("calls", 1)
-        if steps:
-            self._store.set(f"wants/{call}", str(steps))
-        self._store.set("latest", str(call))
-        if call > 8:
-            self._store.delete_key(f"came/{call - 8}")
-        return call
+    def _latest(self) -> str:
+        # One call, where a `get` that may have to wait is two.
+        return self._store.compare_set("latest", "", "0 0 -").decode()
+
+    def request(self, steps: int = 0, after: int | None = None) -> int:
+        """Ask all ranks for their status, and for so many steps of their rings; returns the call's number.
+
+        steps: -1 asks only to see whether there is a diagnosis. after: only ask where that is the last call;
+            0 is returned elsewhere.
+        """
+        while True:
+            before = self._latest()
+            call = int(before.split()[0]) + 1
+            own = f"{call} {steps} {self._own}"
+            if after not in (None, call - 1):
+                return 0
+            if self._store.compare_set("latest", before, own).decode() == own:
+                self._store.delete_key(f"came/{call - 8}")
+                return call
 
     def answer(self, call: int, answer: Answer) -> None:
         """Answer a call."""
-        self._store.set(f"answer/{answer.rank}", json.dumps([call, asdict(answer)]))
+        self._store.set(f"answer/{answer.rank}", json.dumps([call, fields_of(answer)]))
         self._store.add(f"came/{call}", 1)
 
-    def call(self, wait_s: float, meanwhile: Callable[[], None] = lambda: None) -> Findings:
+    def call(self, wait_s: float, meanwhile: Callable[[], None] = lambda: None, number: int = 0) -> Findings:
         """Request, and collect what ranks say within ``wait_s``, which have ended, and what they left behind.
 
-        meanwhile: called while waiting; a rank that calls answers itself there.
+        meanwhile: called while waiting; a rank that calls answers itself there. number: of a request that was
+        made.
         """
         began = clock.monotonic()
-        number, ranks = self.request(), range(self.world)
+        number, ranks = number or self.request(), range(self.world)
         meanwhile()
         answers = {a.rank: a for a in self.collect(number, wait_s, meanwhile, self.ended(ranks))}
         missing = [rank for rank in ranks if rank not in answers]
@@ -108,28 +125,24 @@ class StatusExchange:
     def collect(
         self, call: int, wait_s: float, meanwhile: Callable[[], None], gone: set[int]
     ) -> list[Answer]:
-        """The answers that come within ``wait_s`` (sooner where only ranks in ``gone`` are missing)."""
-        deadline = clock.monotonic() + wait_s
-        while clock.monotonic() < deadline and self._came(call) < self.world - len(gone):
+        """The answers that come, until none has for ``wait_s`` (or only ranks in ``gone`` are missing)."""
+        num, last_s = 0, clock.monotonic()
+        while clock.monotonic() < last_s + wait_s and num < self.world - len(gone):
             meanwhile()
             clock.sleep(_POLL_S)
-            if self.latest() < call:  # two callers wrote it in the wrong order
-                self._store.set("latest", str(call))
-        return [self._said(rank)[1] for rank in range(self.world) if self.answered(rank) >= call]
+            if (came := self._store.add(f"came/{call}", 0)) > num:
+                num, last_s = came, clock.monotonic()
+        told = map(said, self._read("answer", range(self.world)).values())
+        return [answer_of(fields) for number, fields in told if number >= call]
 
-    def _said(self, rank: int) -> tuple[int, Answer]:
-        call, answer = said(self._store.get(f"answer/{rank}"))
-        return call, answer_of(answer)
+    def _read(self, kind: str, ranks: Iterable[int]) -> dict[int, bytes]:
+        """What is there under a kind of keys of some ranks."""
+        keys = {f"{kind}/{rank}": rank for rank in ranks}
+        return {keys[key]: data for key, data in values(self._store, [*keys]).items()}
 
-    def answered(self, rank: int) -> int:
-        """The last call that a rank has answered, in time or not; 0: none."""
-        return self._said(rank)[0] if self._store.check([f"answer/{rank}"]) else 0
-
-    def _has_left(self, rank: int) -> bool:
-        return any(note.rank == rank for note in self.notes())
-
-    def _came(self, call: int) -> int:
-        return int(self._store.get(f"came/{call}")) if self._store.check([f"came/{call}"]) else 0
+    def answered(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Of each of ``ranks`` that has answered the last call that it has answered, in time or not."""
+        return {rank: said(data)[0] for rank, data in self._read("answer", ranks).items()}
 
     def rings(self, steps: int, wait_s: float, meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
         """Ask all ranks for what they did in their last ``steps``: the bytes of the rings that come within
@@ -137,15 +150,10 @@ class StatusExchange:
         call = self.request(steps)
         meanwhile()
         self.collect(call, wait_s, meanwhile, self.ended(range(self.world)))
-        keys = [f"ring/{call}/{rank}" for rank in range(self.world)]
-        found = [self._store.get(key) for key in keys if self._store.check([key])]
-        for key in (f"wants/{call}", *keys):
-            self._store.delete_key(key)
-        return found
-
-    def wanted(self, call: int) -> int:
-        """Steps of its ring that a rank is to leave before it answers; 0: none."""
-        return int(self._store.get(f"wants/{call}")) if self._store.check([f"wants/{call}"]) else 0
+        found = self._read(f"ring/{call}", range(self.world))
+        for rank in range(self.world):
+            self._store.delete_key(f"ring/{call}/{rank}")
+        return [*found.values()]
 
     def leave_ring(self, call: int, rank: int, data: bytes) -> None:
         """Leave it for who has called."""
@@ -189,30 +197,31 @@ class StatusExchange:
 
     def register(self, rank: int, place: str) -> None:
         """Say which process this rank is, and where it answers without the store."""
+        self._own = str(rank)
         identity = liveness.identity()
         if identity is not None:
             self._store.set(f"who/{rank}", identity)
         self._store.set(f"at/{rank}", place)
+        # The last one to come tells all where all are, so that each reads one key.
+        if self._store.add("come", 1) >= self.world:
+            places = [place.decode() for _, place in sorted(self._read("at", range(self.world)).items())]
+            self._store.set("places", zlib.compress(json.dumps(places).encode()))  # pyright: ignore[reportArgumentType]
 
     def come(self, ranks: Iterable[int]) -> set[int]:
         """Those of ``ranks`` that have registered."""
-        return {rank for rank in ranks if self._store.check([f"at/{rank}"])}
+        return {*self._read("at", ranks)}
 
     def places(self) -> dict[int, str]:
         """Where each rank answers, once all have registered; nothing before."""
-        keys = [f"at/{rank}" for rank in range(self.world)]
-        if not self._store.check(keys):
+        if not self._store.check(["places"]):
             return {}
-        return {rank: place.decode() for rank, place in enumerate(self._store.multi_get(keys))}
+        return dict(enumerate(said(zlib.decompress(self._store.get("places")))))
 
     def ended(self, ranks: Iterable[int]) -> set[int]:
         """Those of ``ranks`` whose processes, of this host, are known to have ended."""
-        found = set()
-        for rank in ranks:
-            if self._store.check([f"who/{rank}"]):
-                identity = self._store.get(f"who/{rank}").decode()
-                found |= {rank} if liveness.has_ended(identity) else set()
-        return found
+        ranks = set(ranks)
+        self._who |= self._read("who", ranks - self._who.keys())
+        return liveness.ended({rank: who.decode() for rank, who in self._who.items() if rank in ranks})
 
     def leave(self, note: Note) -> None:
         """Leave a note; it stays when the process is gone."""
@@ -225,7 +234,7 @@ class StatusExchange:
 
     def dismissed(self, ranks: Iterable[int]) -> set[int]:
         """Those of ``ranks`` that were told to end."""
-        return {rank for rank in ranks if self._store.check([f"dismissed/{rank}"])}
+        return {*self._read("dismissed", ranks)}
 
     def part(self, wait_s: float) -> None:
         """Return when all other ranks have left, or been told that this one does; or ``wait_s`` later.
@@ -233,7 +242,12 @@ class StatusExchange:
         For the process that holds the store, which nobody can ask any more once it has ended.
         """
         call = self.request()
-        self._await(wait_s, lambda rank: self.answered(rank) >= call or self._has_left(rank))
+
+        def done(ranks: set[int]) -> set[int]:
+            told = {rank for rank, last in self.answered(ranks).items() if last >= call}
+            return told | {note.rank for note in self.notes()}
+
+        self._await(wait_s, done)
 
     def notes(self) -> list[Note]:
         """All notes, in the order in which they were left."""
@@ -244,7 +258,9 @@ class StatusExchange:
     def publish(self, diagnosis: Diagnosis, text: str) -> SharedDiagnosis:
         """Write a diagnosis for all ranks; returns the one that counts, which may be another rank's."""
         mine = json.dumps([diagnosis.fault, diagnosis.ranks, text])
-        return _shared(self._store.compare_set("diagnosis", "", mine))
+        counts = self._store.compare_set("diagnosis", "", mine)
+        self.request(-1)
+        return _shared(counts)
 
     def acknowledge(self, rank: int) -> None:
         """This rank has read the diagnosis."""
@@ -252,13 +268,13 @@ class StatusExchange:
 
     def linger(self, wait_s: float) -> None:
         """Return when all living ranks have read the diagnosis, at most ``wait_s`` later."""
-        self._await(wait_s, lambda rank: self._store.check([f"heard/{rank}"]))
+        self._await(wait_s, lambda ranks: {*self._read("heard", ranks)})
 
-    def _await(self, wait_s: float, done: Callable[[int], bool]) -> None:
+    def _await(self, wait_s: float, done: Callable[[set[int]], set[int]]) -> None:
         """Return when each rank has ended or is ``done``, at most ``wait_s`` later."""
         deadline, pending = clock.monotonic() + wait_s, set(range(self.world))
         while pending and clock.monotonic() < deadline:
-            pending -= {rank for rank in pending if done(rank)}
+            pending -= done(pending)
             pending -= self.ended(pending)
             clock.sleep(_POLL_S if pending else 0)
 
@@ -272,13 +288,22 @@ def _shared(data: bytes) -> SharedDiagnosis:
     return SharedDiagnosis(Fault(fault), tuple(ranks), text)
 
 
+def fields_of(answer: Answer) -> dict:
+    """What ``answer_of`` takes, for JSON: ranks in few words, which would be most of an answer of many."""
+    fields = asdict(answer)
+    for log in fields["logs"].values():
+        log["ranks"] = short(log["ranks"])
+    return fields
+
+
 def answer_of(fields: dict) -> Answer:
     waits, status = fields.pop("waits"), Status(*fields.pop("status"))
     logs = {
-        name: Launched(**log | {"ranks": tuple(log["ranks"]), "keys": tuple(log["keys"])})
+        name: Launched(**log | {"ranks": ranks_of(log["ranks"]), "keys": tuple(log["keys"])})
         for name, log in fields.pop("logs").items()
     }
-    return Answer(**fields, waits=waits and Waits(**waits), status=status, logs=logs)
+    gone = tuple(fields.pop("gone"))
+    return Answer(**fields, gone=gone, waits=waits and Waits(**waits), status=status, logs=logs)
 
 
 _NAME = "shardwright/watch"

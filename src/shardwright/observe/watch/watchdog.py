@@ -8,7 +8,7 @@
     an error        written to the store, where all ranks find it. Each closes its own process groups, and its
                     training thread raises the diagnosis from its wait, or at its next collective
 
-While all goes well a rank reads two small keys of the store per look, and the more ranks there are the less
+While all goes well a rank reads one small key of the store per look, and the more ranks there are the less
 often it looks.
 """
 
@@ -32,14 +32,14 @@ from shardwright.observe.watch.status_exchange import SharedDiagnosis, StatusExc
 from shardwright.observe.watch.waits import STEPS, OwnWaits, WaitChange
 from shardwright.policy import WatchPolicy
 from shardwright.transport.attempt import Attempt
-from shardwright.transport.jobstore import JobStore, StoreSilent, hasty
+from shardwright.transport.jobstore import JobStore, StoreSilent, hasty, pause_s
 from shardwright.transport.process import Wait, is_closed, process_state
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _MEETING_S = 0.05  # between looks whether the others have come
-_LOOKS_PER_S = 4000  # of all ranks together, at most: what a store serves beside its other work
+_ALL_ASK = 64  # ranks at most: of more only one asks, which hears of closed connections from the others
 _EXPLAIN_S = 4.5  # a transport's own error is raised after so long without a diagnosis
 _AWAY_S = 5.0  # without a look, at least, to count as away
 _BACK_S = 60.0  # for which what others have found meanwhile is that
@@ -62,6 +62,7 @@ class Backoff:
         self.heard = threading.Event()
         self.error = ""
         self.suspect_s = suspect_s
+        self.not_before_s = 0.0  # for another of many ranks asks
         self._urgent_calls = 0
         self._wait: Wait | InFlight | None = None
         self._next_s = self._pause_s = 0.0
@@ -70,7 +71,7 @@ class Backoff:
     def ask_now(self, error: str) -> None:
         """A transport has met an error: ask now."""
         self.heard.clear()
-        self._urgent_calls, self._next_s = _URGENT_CALLS, 0.0
+        self._urgent_calls, self._next_s, self.not_before_s = _URGENT_CALLS, 0.0, 0.0
         self.error = error
 
     def is_due(self, wait: Wait | InFlight | None) -> bool:
@@ -82,7 +83,7 @@ class Backoff:
             if wait is not self._wait:
                 self._wait, self._pause_s = wait, self.suspect_s
                 self._next_s = wait.since_s + self.suspect_s
-        return now >= self._next_s
+        return now >= max(self._next_s, self.not_before_s)
 
     def back_off(self, diagnosis: Diagnosis, found: Findings, lost_s: float = _LONGEST_PAUSE_S) -> str:
         """The ranks were asked and nothing is wrong: ask later, and as soon as one that is silent has been so
@@ -99,7 +100,7 @@ class Backoff:
         self._next_s = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if found.silent:
-            left_s = lost_s - max(found.silent.values())
+            left_s = lost_s - max(found.silent.values()) - found.took_s  # which it takes to ask
             self._next_s = min(self._next_s, now + max(left_s, 0.0) + _URGENT_PAUSE_S)
         waited_s = now - self._wait.since_s if self._wait else 0.0
         at_s, longest_s = self._logged
@@ -123,6 +124,7 @@ class _Known:
     then it ``listens``."""
 
     answered: int = 0
+    seen: int = 0
     notes: list[Note] = field(default_factory=list)
     silent_since: dict[tuple[int, int], float] = field(default_factory=dict)
     store_error: str = ""
@@ -147,6 +149,7 @@ class Watch:
         self._status = ProcessStatus(rank)
         self.reach = Reach(rank, attempt, store, self._status.answer)
         self._requests = Requests(policy.signal, self.last_word)
+        self._look_s = self._pause_s = pause_s(_LOOK_S, self.reach.world)
         self._backoff = Backoff(policy.suspect_s)
         self._own_waits = OwnWaits()
         self._known = _Known()
@@ -192,10 +195,10 @@ class Watch:
     # ---- the thread
 
     def _run(self, joined: Callable[[], None]) -> None:
-        look_s = max(_LOOK_S, self.reach.world / _LOOKS_PER_S)
+        meeting_s = pause_s(_MEETING_S, 8 * self.reach.world if self.rank else 1)
         with hasty(STORE_S):
             while not self._stop.is_set():
-                self._wake.wait(look_s if self.reach.has_met else _MEETING_S)
+                self._wake.wait(self._pause_s if self.reach.has_met else meeting_s)
                 self._wake.clear()
                 try:
                     met = self.reach.has_met
@@ -226,11 +229,14 @@ class Watch:
             from shardwright.observe.watch.status import status  # noqa: PLC0415 asked words
 
             print(status(self.call(), self.policy), file=sys.stderr, flush=True)
-        shared = self.exchange.published()
+        shared = None
+        if self._known.answered > self._known.seen:  # who publishes a diagnosis calls
+            shared, self._known.seen = self.exchange.published(), self._known.answered
         if shared is not None:
             self._deliver(shared)
         elif self._backoff.is_due(self._status.stands_in):
-            self._judge(self.call())
+            if number := self._turn():
+                self._judge(self.call(number))
         elif (waits := self._own_waits.change()) is not None:
             self._look_for_late(waits)
         for line in self.exchange.said(self._known.lines) if self.rank == 0 else ():
@@ -267,29 +273,53 @@ class Watch:
             self._deliver(SharedDiagnosis(Fault.LOST, (self.rank,), text))
 
     def _answer(self) -> None:
-        latest = self.exchange.latest()
+        latest, steps, another_asks = self.exchange.latest()
         if latest > self._known.answered:
+            if another_asks:
+                self._leave_it()
             self._known.answered = latest
+            if steps < 0:
+                return
             self._known.notes = self.exchange.notes()  # kept: who left a note may have held the store as well
-            if steps := self.exchange.wanted(latest):
+            if steps > 0:
                 from shardwright.observe.steps.recording import ring  # noqa: PLC0415 rings asked
 
                 self.exchange.leave_ring(latest, self.rank, ring(steps + 1).to_bytes())
             self.exchange.answer(latest, self._status.answer())
 
-    def call(self) -> Findings:
-        """Ask all ranks: what they say, which have ended and what they left behind."""
-        return self._heard(self.exchange.call(self.policy.answer_s, self._answer))
+    def _turn(self) -> int:
+        """Ask all ranks; returns the call's number, 0 where another one of many has just asked."""
+        if self.reach.world <= _ALL_ASK:
+            return self.exchange.request()
+        if not (number := self.exchange.request(after=self._known.answered)):
+            self._answer()
+        self._pause_s = _LOOK_S if number else self._look_s  # who asks on looks when it's due
+        return number
+
+    def _leave_it(self) -> None:
+        """Another rank asks what is wrong, and goes on to: of many only one does, unless that one ends."""
+        if self.reach.world > _ALL_ASK:
+            pause_s = _URGENT_PAUSE_S if self._backoff.error else _LONGEST_PAUSE_S
+            self._pause_s = self._look_s
+            self._backoff.not_before_s = clock.monotonic() + pause_s + self.policy.answer_s + self._look_s
+
+    def call(self, number: int = 0) -> Findings:
+        """Ask all ranks: what they say, which have ended and what they left behind. number: as of
+        ``StatusExchange.call``."""
+        return self._heard(self.exchange.call(self.policy.answer_s, self._answer, number))
 
     def _heard(self, found: Findings) -> Findings:
         """Beside what was asked: since when ranks are silent, which connections are closed, who is where."""
         now = clock.monotonic()
         # Who has answered another call since, though too late for it, is slow, and not silent.
-        silent_since = [(rank, self.reach.answered(rank)) for rank in found.silent]
-        self._known.silent_since = {each: self._known.silent_since.get(each, now) for each in silent_since}
+        answered = self.reach.answered(found.silent)
+        silent_since = [(rank, answered.get(rank, 0)) for rank in found.silent]
+        before, asked_s = self._known.silent_since, now - found.took_s
+        self._known.silent_since = {each: before.get(each, asked_s) for each in silent_since}
         silent = {rank: now - since_s for (rank, _), since_s in self._known.silent_since.items()}
         missing = {*range(found.world)} - {*found.answers}
-        gone = found.ended | {rank for rank in missing if self._is_cut_off(rank)}
+        told = missing.intersection(rank for answer in found.answers.values() for rank in answer.gone)
+        gone = found.ended | told | {rank for rank in missing - told if self._is_cut_off(rank)}
         self._known.notes = list(found.notes)
         hosts = self.reach.hosts()
         return replace(found, ended=frozenset(gone), silent=silent, asker=self.rank, hosts=hosts)
@@ -322,10 +352,9 @@ class Watch:
             self._deliver(shared)
             return
         line = self._backoff.back_off(diagnosis, found, self.policy.lost_s)
-        # All that wait have heard the same: the first of them says it.
-        if line and self.rank == min(
-            (rank for rank, said in found.answers.items() if said.waits or said.foreign), default=-1
-        ):
+        # Where all that wait have heard the same the first of them says it.
+        waiting = [rank for rank, said in found.answers.items() if said.waits or said.foreign]
+        if line and (self.reach.world > _ALL_ASK or self.rank == min(waiting, default=-1)):
             logger.warning("rank %d: %s: %s", self.rank, diagnosis.fault, line)
 
     def _look_for_late(self, waits: WaitChange) -> None:
@@ -428,8 +457,9 @@ class Watch:
         if not self._thread.is_alive():
             return error
         self._backoff.ask_now(str(error))
-        self._wake.set()
-        self._backoff.heard.wait(_EXPLAIN_S)
+        if self.reach.world <= _ALL_ASK or any(log.ended for log in process_state.logs):
+            self._wake.set()  # of many those look at once that have seen it themselves
+        self._backoff.heard.wait(_EXPLAIN_S + 2 * (self._look_s - _LOOK_S))
         if process_state.diagnosis is None:
             return error
         process_state.delivered = True
