@@ -324,7 +324,7 @@ def test_a_rank_that_answers_each_call_too_late_is_not_silent(monkeypatch):
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     watch = object.__new__(Watch)
     watch.rank, watch._known = 0, _Known()
-    watch.reach = SimpleNamespace(answered=lambda ranks: {rank: answered[0] for rank in ranks}, hosts=dict)
+    watch.reach = SimpleNamespace(answered=lambda ranks: dict.fromkeys(ranks, answered[0]), hosts=dict)
 
     def silent_s(lately: bool) -> float:
         for _ in range(10):
