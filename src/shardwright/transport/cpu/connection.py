@@ -349,11 +349,9 @@ class Connection:
         with self.endpoint.changed:
             current.views = deque(whole[start:stop] for start, stop in runs)
             current.runs = None
-            if (
-                any(not 0 <= start < stop <= len(whole) for start, stop in runs)
-                or sum(map(len, current.views))
-                != current.sent_nbytes  # else who waits for more waits for ever
-            ):
+            in_bounds = all(0 <= start < stop <= len(whole) for start, stop in runs)
+            # A table with too few bytes would leave who waits for the rest waiting for ever.
+            if not in_bounds or sum(map(len, current.views)) != current.sent_nbytes:
                 self._damaged(f"the table of runs of {current.key!r}")
                 return False
         return True
