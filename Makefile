@@ -35,7 +35,7 @@ PYTEST = $(1)/python -m pytest -n 2 --dist loadfile --durations=20 $(2) || \
 
 # What a change is likely to break, in at most 8 minutes on two idle cores.
 test: setup
-	$(call PYTEST,$(BIN),-m "not slow")
+	$(call PYTEST,$(BIN),-m "not slow and not exhaustive")
 
 # What CI runs: what takes long besides (kills, random faults, real restarts, environments made anew), and of each large
 # matrix of cases three (tests/conftest.py).
@@ -56,7 +56,7 @@ TORCH ?= 2.14.1
 OTHER := .venv-torch-$(TORCH)
 
 test-torch: $(OTHER)/.installed
-	$(call PYTEST,$(OTHER)/bin,tests/pure tests/ranks tests/device -m "not slow")
+	$(call PYTEST,$(OTHER)/bin,tests/pure tests/ranks tests/device -m "not slow and not exhaustive")
 
 $(OTHER)/.installed: .venv/.installed
 	$(call OVER_VENV,$(OTHER),torch==$(TORCH))

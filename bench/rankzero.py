@@ -18,7 +18,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers
 
 from shardwright.engine.step import executor
 from shardwright.torch_private import new_group_of
-from shardwright.transport import mesh
+from shardwright.transport import mesh, recorder
 from shardwright.transport.base import Comm
 from shardwright.transport.channel import AxisChannel
 from shardwright.transport.process import LaunchLog, process_state
@@ -105,7 +105,8 @@ def rank_zero_of(world: int) -> Iterator[None]:
     alone = mock.patch.dict(os.environ, {"SHARDWRIGHT_PROCESS": "off"})  # nobody to watch over
     made = mock.patch.multiple(mesh, _make_comm=_make_comm, new_group=_new_group)
     no_looks = mock.patch.object(process_state.recorder, "look_s", inf)
-    with alone, made, no_looks, mock.patch.object(executor, "PAUSE", inf):
+    no_quota = mock.patch.multiple(recorder, _QUOTA_S=inf, _QUEUED_S=inf)
+    with alone, made, no_looks, no_quota, mock.patch.object(executor, "PAUSE", inf):
         dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world)
         try:
             yield

@@ -9,8 +9,11 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 PACKAGE = "shardwright"
+
+_parsed = cache(ast.parse)  # of each file once: a rule reads all of them
 
 FLOORS = {
     "__main__": 17,
@@ -120,7 +123,7 @@ def edges(package: dict[str, str]) -> list[Edge]:
     for path, source in package.items():
         here = module_name(path)
         folder = here if path.endswith("__init__.py") else here.rpartition(".")[0]
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(_parsed(source)):
             for target in _targets(node, folder, modules):
                 found.append(Edge(here, target, node.lineno))  # type: ignore[attr-defined]
     return found
@@ -190,7 +193,7 @@ def stray_bridges(package: dict[str, str]) -> list[str]:
     """Imports of a library that one file is there to keep replaceable."""
     complaints = []
     for path, source in package.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(_parsed(source)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
@@ -210,7 +213,7 @@ def local_imports(package: dict[str, str]) -> list[str]:
     complaints = set()
     for path, source in package.items():
         lines = source.splitlines()
-        for function in _functions(ast.parse(source)):
+        for function in _functions(_parsed(source)):
             for node in ast.walk(function):
                 if isinstance(node, ast.Import | ast.ImportFrom) and not LOADED_WHEN_USED.search(
                     lines[node.lineno - 1]
@@ -235,7 +238,7 @@ def foreign_runtime(package: dict[str, str]) -> list[str]:
     for path, source in package.items():
         if path in (FSDP_FILE, PRIVATE_FILE):
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(_parsed(source)):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -256,7 +259,7 @@ def stray_hooks(package: dict[str, str]) -> list[str]:
     for path, source in package.items():
         if path in HOOKS_FILES:
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(_parsed(source)):
             name = ""
             if isinstance(node, ast.Attribute):
                 name = ast.unparse(node)
@@ -278,7 +281,7 @@ def stray_streams(package: dict[str, str]) -> list[str]:
     for path, source in package.items():
         if path == STREAMS_FILE:
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(_parsed(source)):
             names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -290,7 +293,7 @@ def stray_streams(package: dict[str, str]) -> list[str]:
 def private_names(source: str) -> set[str]:
     """The private attributes that a file reads of whatever objects, by name or by string."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
         if isinstance(name, str) and re.fullmatch(r"_[a-zA-Z]\w*", name):
             found.add(name)
@@ -306,7 +309,7 @@ def stray_private_names(package: dict[str, str], of_torch: set[str]) -> list[str
     for path, source in package.items():
         if path == PRIVATE_FILE:
             continue
-        tree = ast.parse(source)
+        tree = _parsed(source)
         inherited = {
             id(node)
             for function in _functions(tree)
@@ -352,7 +355,7 @@ def stray_stages(package: dict[str, str]) -> list[str]:
     """Places that set the stage of a group past its setter, which knows what may follow what."""
     complaints = []
     for path, source in package.items():
-        for function in _functions(ast.parse(source)):
+        for function in _functions(_parsed(source)):
             if path == STAGES_FILE and function.name in ("__init__", "_move"):
                 continue
             for node in ast.walk(function):
@@ -370,7 +373,7 @@ def device_types(package: dict[str, str]) -> list[str]:
     for path, source in package.items():
         if path.partition("/")[0] not in CORE:
             continue
-        tree = ast.parse(source)
+        tree = _parsed(source)
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             said = node.value if isinstance(node, ast.Constant) and id(node) not in docs else ""
@@ -385,14 +388,17 @@ def stray_kind_tests(package: dict[str, str]) -> list[str]:
 
     Elsewhere a property or a method of what they all are says what the caller needs to know.
     """
-    trees = {path: ast.parse(source) for path, source in package.items()}
+    trees = {path: _parsed(source) for path, source in package.items()}
     classes = [
         (path, node) for path in trees for node in ast.walk(trees[path]) if isinstance(node, ast.ClassDef)
     ]
     homes = {node.name: path for path, node in classes if node.name in KINDS}
-    for _ in classes:  # until no class is added that inherits from one of them
-        found = {n.name: path for path, n in classes if homes.keys() & {_last_name(base) for base in n.bases}}
-        homes |= found
+    num_before = -1
+    while len(homes) > num_before:  # until no class is added that inherits from one of them
+        num_before = len(homes)
+        homes |= {
+            n.name: path for path, n in classes if homes.keys() & {_last_name(base) for base in n.bases}
+        }
     complaints = []
     for path, tree in trees.items():
         for node in ast.walk(tree):
@@ -424,7 +430,7 @@ def unbounded_groups(package: dict[str, str]) -> list[str]:
     """Process groups made without a time limit: torch's own is 10 or 30 minutes, whatever the job's is."""
     complaints = []
     for path, source in package.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(_parsed(source)):
             if not isinstance(node, ast.Call):
                 continue
             name = ast.unparse(node.func).rpartition(".")[2]
@@ -456,7 +462,7 @@ def pickles_between_ranks(package: dict[str, str]) -> list[str]:
     """Calls that have a rank unpickle what another one sent: who speaks in its place would run code there."""
     complaints = []
     for path, source in package.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(_parsed(source)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {getattr(node, "module", None) or "", *(alias.name for alias in node.names)}
                 if names & SENDS_PICKLES:

@@ -20,6 +20,7 @@ _ORDER = "of two that begin and end together either may be first"
 _REPLACED = "a place is taken that is written before it is read"
 _SCALED = "all that is compared grows alike"
 _FOREIGN = "waited_s < FOREIGN_S < max((answer.foreign_s for answer  ... .values()))"
+_LAST = "max((log.count for log, _ in alike.values())) + 1"
 _EXACTLY = "measured seconds are never exactly that many"
 REASONED: dict[str, str] = {
     "schedule/follower.py Follower.__init__: self._given = 0: 0 is 1": _REPLACED,
@@ -79,9 +80,7 @@ REASONED: dict[str, str] = {
     "observe/ledger/slices.py _parts: seconds > 0: >=": _EMPTY,
     "observe/ledger/slices.py _parts: blocked_s < _BLOCKED_S: <=": _BAR,
     "observe/ledger/slices.py _parts: idle_s > _BLOCKED_S: >=": _BAR,
-    "observe/watch/diagnosis.py _different_launches: max((log.count for log in logs.values())) + 1: 1 is 2": (
-        "nobody has launched what comes after all"
-    ),
+    f"observe/watch/diagnosis.py _different_launches: {_LAST}: 1 is 2": "nobody launched that",
     "plan/simulate.py _Step.compute: -4: 4 is 5": "the fifth one ago has ended before what is computed",
     "observe/watch/diagnosis.py _slow: answer.waits.since_s if answer.waits else 0.0: 0.0 is 1.0": _CHECKER,
     "observe/watch/diagnosis.py _slow: default=0.0: 0.0 is 1.0": "where nobody waits it is not asked for",

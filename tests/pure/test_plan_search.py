@@ -22,7 +22,7 @@ WIDE = Architecture(6, 4096, 32, 8, 128, 14336, 32000)
 NARROW = Architecture(6, 512, 8, 8, 64, 2048, 128256)
 
 
-@pytest.mark.parametrize("ranks", [8, 512])
+@pytest.mark.parametrize("ranks", [8, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arch", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_greedy_is_within_two_percent_of_every_candidate_there_is(arch, ranks):
     def space(budget=None):

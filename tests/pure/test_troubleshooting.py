@@ -65,7 +65,12 @@ def stands_in_source(message: str, sources: list[str]) -> bool:
     if any(message in text for text in sources):
         return True
     long = [text for text in sources if len(text.replace("…", "")) >= SHARE * len(message.replace("…", ""))]
-    return any(re.search(".*".join(map(re.escape, text.split("…"))), message) for text in long)
+    return any(pattern(text).search(message) for text in long)
+
+
+@cache
+def pattern(text: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, text.split("…"))))
 
 
 @pytest.mark.parametrize("message", QUOTED)

@@ -102,6 +102,11 @@ class Plan:
     keeps_store: bool
     network: tuple[float, float, float]
     faults: list[Fault]
+    frozen: list[tuple[int, int]]
+
+    def is_frozen(self, group: int, step: int) -> bool:
+        first, end = self.frozen[group] if group < len(self.frozen) else (0, 0)  # the root is always trained
+        return first <= step < end
 
 
 FAULTS = ("none", "kill", "stop", "cut", "raise", "silent store", "leave", "kill two", "interrupt", "dark")
@@ -154,6 +159,12 @@ def drawn(seed: int) -> Plan:
             chance.choice((float("inf"), 1e9, 1e6)),
         ),
         faults=faults,
+        frozen=[
+            (begin := chance.randrange(steps), begin + chance.randint(1, 8))
+            if chance.random() < 0.3
+            else (0, 0)
+            for _ in range(num_blocks)
+        ],
     )
 
 
@@ -209,6 +220,8 @@ class Night:
             for micro in range(self.plan.microbatches):
                 route, xs = self.batch(attempt, step, rank, micro)
                 for group in (*route, len(weights) - 1):
+                    if self.plan.is_frozen(group, step):
+                        continue
                     before = sums[group] or [0] * len(xs[group])
                     sums[group] = [a + b for a, b in zip(before, xs[group], strict=True)]
         after, moved = [], []
@@ -256,6 +269,8 @@ class Night:
                 self.begins_fault(self.sim)
                 return step
             chance = random.Random(f"{plan.seed} {attempt} {rank} {step}")
+            for number, block in enumerate(model.blocks):
+                block.w.requires_grad_(not plan.is_frozen(number, step))
             while chance.random() < plan.evaluations:
                 self.evaluate(model, attempt, step, chance)
             for micro in range(plan.microbatches):

@@ -28,6 +28,7 @@ def lived(plan: Plan) -> Night:
     return night
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", KEPT.values(), ids=KEPT)
 def test_a_night_that_has_found_a_fault_is_survived(plan):
     lived(plan)
@@ -39,6 +40,12 @@ def test_a_bit_that_flips_on_the_way_is_told_in_time_and_never_taken_in():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(40))
+def test_every_rank_of_the_same_nights_has_the_weights_of_one_process_or_names_who_is_missing(seed):
+    lived(drawn(seed))
+
+
+@pytest.mark.exhaustive
 def test_every_rank_of_fresh_nights_has_the_weights_of_one_process_or_names_who_is_missing_in_time():
     began = time.monotonic()
     seed = int(time.time()) % 1_000_000 * 1000
@@ -47,6 +54,7 @@ def test_every_rank_of_fresh_nights_has_the_weights_of_one_process_or_names_who_
         seed += 1
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_night_in_every_process():
     code = (
         "from tests.storm.nights import *; n = Night(drawn(3)); n.run(); print(n.switches, told(n.history))"

@@ -54,8 +54,9 @@ BASES = get_args(Base)
 class PlannedGroup:
     """Modules, by name, whose parameters are one group.
 
-    reshard_after_forward: False keeps it unsharded until its backward; True frees it after its forward,
-    unless the policy of the schedule keeps it (``keep_last``); an int keeps shards over so many ranks.
+    reshard_after_forward: False keeps it unsharded until its backward; True (None of
+    ``fully_shard``) frees it after its forward, unless the policy of the schedule keeps it (``keep_last``);
+    an int keeps shards over so many ranks.
     """
 
     modules: tuple[str, ...]
