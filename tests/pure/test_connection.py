@@ -140,7 +140,9 @@ def test_a_damaged_table_of_runs_is_told_and_nobody_waits_for_ever(taking, run, 
     sender, receiver = taking
     parts = [torch.ones(8, dtype=torch.uint8)]
     sender.send(1, parts, runs=[run])
-    with pytest.raises(CommError, match="the table of runs of 'key' from rank 0 arrived with other bits"):
+    with pytest.raises(
+        CommError, match="the table of runs of 'key' from rank 0 arrived at rank 1 with other bits"
+    ):
         receiver.receive(1, parts).wait_received()
 
 
@@ -160,7 +162,7 @@ def test_whichever_bit_of_a_message_is_flipped_on_the_way_nothing_of_it_is_used(
         transfer = end.receive(1, [place])
         if not early:
             peer.sendall(damaged)
-        with pytest.raises(CommError, match="from rank 0 arrived with other bits than were sent"):
+        with pytest.raises(CommError, match="from rank 0 arrived at rank 1 with other bits than were sent"):
             transfer.wait_received()
         end.loop.join()
 

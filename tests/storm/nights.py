@@ -420,6 +420,9 @@ class Night:
             victims.add((fault.rank - 1) % len(job.ranks))
         elif kind in ("dark", "cut"):
             victims |= {rank for rank, process in enumerate(job.ranks) if process.host == host}
+        elif kind == "flip":
+            damaged = "with other bits than were sent"
+            victims = {rank for rank, each in outcomes.items() if damaged in str(each)}
         happened = self.fault_s < float("inf")
         limit_s = {"dark": LOST_S, "stop": LOST_S, "cut": LOST_S}.get(kind, PATIENCE_S)
         heals = kind in ("stop", "cut", "silent store") and fault.seconds < 30
@@ -431,7 +434,7 @@ class Night:
                 continue
             elif outcome not in (plan.steps, "not begun"):
                 assert isinstance(outcome, ShardwrightError), f"rank {rank}: {outcome!r}"
-                is_named = kind in ("silent store", "flip") or victims & _named(str(outcome))
+                is_named = kind == "silent store" or victims & {rank, *_named(str(outcome))}
                 assert is_named, str(outcome)
                 took_s = process.ended_s - self.fault_s
                 self.waits.append((kind, took_s, limit_s))

@@ -374,10 +374,12 @@ class Connection:
 
     def _damaged(self, what: str) -> None:
         """Something has arrived otherwise than it was sent, by its CRC-32."""
+        name = self.endpoint.name
         self.fail(
-            f"{what} from {self.endpoint.name(self.peer)} arrived with other bits than were sent (their "
-            "CRC-32 differs): the memory of one of the two hosts, or the network between them, is damaged. "
-            "Nothing of it was used: go on from the newest checkpoint, on other hosts where it happens again"
+            f"{what} from {name(self.peer)} arrived at {name(self.endpoint.rank)} with other bits than were "
+            "sent (their CRC-32 differs): the memory of one of the two hosts, or the network between them, "
+            "is damaged. Nothing of it was used: go on from the newest checkpoint, on other hosts where it "
+            "happens again"
         )
 
     def _decode(self, arrived: Incoming) -> None:
