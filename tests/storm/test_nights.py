@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.storm.nights import Night, Plan, drawn, told, with_a_flipped_bit
+from tests.storm.nights import Fault, Night, Plan, drawn, told, with_a_flipped_bit
 
 KEPT = {
     "a rank that was stopped as ranks met doesn't take that for a silent store": replace(
@@ -37,6 +37,12 @@ def test_a_night_that_has_found_a_fault_is_survived(plan):
 def test_a_bit_that_flips_on_the_way_is_told_in_time_and_never_taken_in():
     flips = [lived(with_a_flipped_bit(drawn(seed))).flips for seed in (1, 2)]
     assert sum(flips) > 1
+
+
+def test_whenever_the_stores_host_goes_dark_as_ranks_start_the_others_say_what_is_lost():
+    plan = replace(drawn(2), worlds=[["host 0", "host 1"]], steps=1, network=(2e-5, 0.0, float("inf")))
+    for events in range(10, 500, 20):
+        lived(replace(plan, faults=[Fault("dark", rank=0, events=events)]))
 
 
 @pytest.mark.exhaustive

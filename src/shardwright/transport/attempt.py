@@ -11,12 +11,12 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import DistError, ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -189,7 +189,8 @@ def this_attempt() -> Attempt:
     """The attempt of the default process group; begun at the first call, on a connection of its own."""
     made = process_state.made_here()
     if made.attempt is None:
-        made.attempt = Attempt(job_store(), dist.get_rank(), dist.get_world_size())
+        with needing_store("to watch over the job"):
+            made.attempt = Attempt(job_store(), dist.get_rank(), dist.get_world_size())
     return made.attempt
 
 
@@ -216,7 +217,7 @@ def keys_of(ranks: Sequence[int], timeout: timedelta, what: str) -> Store:
     members = PrefixStore(f"group/{short(ranks)}", job_store())
     wait = Launch(0, what.removeprefix("to "), process_state.phase, process_state.step)
     with LaunchLog(ranks, "meeting ").waiting(wait):
-        return _met(Attempt(members, ours, len(ranks)), timeout, what).keys()
+        return _met(members, ours, len(ranks), timeout, what).keys()
 
 
 def join_job(backend: str | None, timeout: timedelta) -> None:
@@ -231,7 +232,7 @@ def join_job(backend: str | None, timeout: timedelta) -> None:
 
 def _join(backend: str | None, timeout: timedelta) -> None:
     store, rank, world = next(rendezvous("env://", timeout=timeout))
-    attempt = _met(Attempt(store, rank, world), timeout, "to start")
+    attempt = _met(store, rank, world, timeout, "to start")
     if process_is_ours() and sys.platform == "linux" and os.environ.get(_GLOO_OVER, "TCP") == "TCP":
         os.environ.setdefault(_GLOO_LAZY, "1")  # elsewhere torch refuses it
     dist.init_process_group(backend, store=attempt.keys(), rank=rank, world_size=world, timeout=timeout)
@@ -243,7 +244,7 @@ def _of_this_attempt(torchs: Callable[..., Iterator[_Found]]) -> Callable[..., I
     def found(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[_Found]:
         for store, rank, world in torchs(url, timeout=timeout, **options):
             if os.environ.get(_AGENTS_STORE) == "True" and process_is_ours():
-                yield _met(Attempt(store, rank, world), timeout, "to start").keys(), rank, world
+                yield _met(store, rank, world, timeout, "to start").keys(), rank, world
             else:
                 yield store, rank, world
 
@@ -255,9 +256,24 @@ for _scheme in ("env", "tcp"):
     rendezvous_handlers[_scheme] = _of_this_attempt(rendezvous_handlers[_scheme])
 
 
-def _met(attempt: Attempt, timeout: timedelta, what: str) -> Attempt:
+@contextmanager
+def needing_store(what: str) -> Iterator[None]:
+    """Inside, an error of the job's store says what it was needed for. Raises: CommError."""
+    try:
+        yield
+    except DistError as error:
+        raise CommError(
+            f"lost the job's store while waiting for other ranks {what} ({error}). The launcher or rank 0 "
+            "holds it: look at its output, and whether its host can be reached"
+        ) from error
+
+
+def _met(store: Store, rank: int, world: int, timeout: timedelta, what: str) -> Attempt:
     seconds = timeout.total_seconds()
-    if not attempt.meet_within(seconds):
+    with needing_store(what):
+        attempt = Attempt(store, rank, world)
+        all_came = attempt.meet_within(seconds)
+    if not all_came:
         raise CommError(
             f"waited {seconds:.0f} s for other ranks {what}, and {attempt.missing} did not come: look at "
             "what the launcher says of them"

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwright.errors import InputError, warn
 from shardwright.policy import DataParallelMeshDims
 from shardwright.torch_private import backend_names, check_order, concatenated, flattened, timeouts
-from shardwright.transport.attempt import Meeting, join_job, keys_of, new_group
+from shardwright.transport.attempt import Meeting, join_job, keys_of, needing_store, new_group
 from shardwright.transport.base import Comm
 from shardwright.transport.host_limits import host_limits_told
 from shardwright.transport.process import LaunchLog, process_state
@@ -257,7 +257,8 @@ def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
     if key not in made:
         # What ranks agree on goes between hosts: no rank waits for its device to read a word back.
         host = None if device_type == "cpu" else comm_of(group, "cpu")
-        made[key] = _make_comm(dist.get_process_group_ranks(group), device_type, group, host)
+        with needing_store("to make a transport"):
+            made[key] = _make_comm(dist.get_process_group_ranks(group), device_type, group, host)
     return made[key]
 
 
