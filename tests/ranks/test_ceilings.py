@@ -33,21 +33,24 @@ _PLANNED = "what users have of it was to stay: docs/design/README.md says what w
 
 _SUMMED = "a bit that flips in a message, in memory or in what is saved in the background is told: 190 lines"
 
-_MANY = "a job of 10,000 ranks starts and is watched: the store is asked in batches, and told of where it is lost: 115 lines"
+_MANY = (
+    "a job of 10,000 ranks starts and is watched, a store that is lost is told, a host that goes dark early "
+    "is missed: 125 lines"
+)
 
 _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what no other test did"
 
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(61, 75),
-    "lines that the import loads": Ceiling(13_795, 14_500),
+    "lines that the import loads": Ceiling(13_800, 14_500),
     "modules loaded after ten steps": Ceiling(81, 95),
-    "lines loaded after ten steps": Ceiling(17_120, 17_000, _MANY),
+    "lines loaded after ten steps": Ceiling(17_135, 17_000, _MANY),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_095, 1_800, _PLANNED),
     "code lines of the core": Ceiling(11_875, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}"),
-    "code lines of src": Ceiling(38_295, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}"),
+    "code lines of src": Ceiling(38_305, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}"),
     "code lines of tests": Ceiling(45_005, 41_500, _SIMULATED),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),

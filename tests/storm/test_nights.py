@@ -14,6 +14,9 @@ KEPT = {
     "a rank that was stopped as ranks met doesn't take that for a silent store": replace(
         drawn(1037), network=(5e-4, 10.0, float("inf"))
     ),
+    "a host that goes dark before the watch of its ranks has begun is missed": replace(
+        drawn(2916860656), worlds=drawn(2916860656).worlds[:1], faults=drawn(2916860656).faults[:1]
+    ),
 }
 """Nights that have found a fault, and what is right now."""
 FRESH_S = 20.0

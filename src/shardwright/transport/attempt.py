@@ -172,6 +172,11 @@ class Attempt:
         """Where this attempt's keys lie, for a rank that has the token."""
         return PrefixStore(self.token, self._store)
 
+    def began(self, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` that have said hello, here or in an attempt before; the first one always has."""
+        said = self._read([f"hello/{rank}" for rank in ranks])
+        return {rank for rank in ranks if not rank or f"hello/{rank}" in said}
+
     def ended(self, ranks: list[int]) -> list[int]:
         """Those of ``ranks`` that were here and whose processes, of this host, are known to have ended."""
         if not self.token:

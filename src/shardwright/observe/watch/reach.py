@@ -91,6 +91,10 @@ class Reach:
             self._peers.places = self._exchange.places()
         return True
 
+    def began(self, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` that have begun to watch, in this attempt or in one before."""
+        return self._attempt.began(ranks)
+
     def hosts(self) -> dict[int, str]:
         """The address of each rank's host, once all are known."""
         return {rank: place.rpartition(" ")[0] for rank, place in self._peers.places.items()}

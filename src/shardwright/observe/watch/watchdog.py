@@ -311,6 +311,11 @@ class Watch:
     def _heard(self, found: Findings) -> Findings:
         """Beside what was asked: since when ranks are silent, which connections are closed, who is where."""
         now = clock.monotonic()
+        # Who has made a transport with this rank was there, and has begun to watch: it may be gone since.
+        met = {rank for log in tuple(process_state.logs) if log.ring for rank in log.ranks}
+        if (unheard := met - {*found.answers, *found.silent}) and not self.reach.is_silent:
+            silent = dict.fromkeys(self.reach.began(unheard), found.took_s)
+            found = replace(found, silent={**found.silent, **silent})
         # Who has answered another call since, though too late for it, is slow, and not silent.
         answered = self.reach.answered(found.silent)
         silent_since = [(rank, answered.get(rank, 0)) for rank in found.silent]
