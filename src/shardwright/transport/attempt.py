@@ -294,6 +294,7 @@ class Meeting:
         <what>/<place>      left by that rank, or for it
         <what>/refused      the first reason that a rank gave
         <what>/came         how many have come
+        <what>/came/<place> whether that rank has
         <what>/all          they all have
 
     store: theirs alone. log: of the transport.
@@ -311,9 +312,9 @@ class Meeting:
         place, which takes it by ``own``."""
         self._store.set(f"{what}/{self.rank if at is None else at}", data)
 
-    def own(self, what: str) -> str:
-        """What another rank leaves for this one, once it is there. Raises: as ``refusal``."""
-        self._wait_for(f"{what}/{self.rank}", what)
+    def own(self, what: str, of: int) -> str:
+        """What the rank at place ``of`` leaves for this one, once it is there. Raises: as ``refusal``."""
+        self._wait_for(f"{what}/{self.rank}", what, lambda: [of])
         return self._store.get(f"{what}/{self.rank}").decode()
 
     def read(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
@@ -336,7 +337,9 @@ class Meeting:
         # The last one to come tells the others, so that each asks for one key, however many ranks there are.
         if store.add(f"{what}/came", 1) == self.world:
             store.set(f"{what}/all", "")
-        self._wait_for(f"{what}/all", what)
+        store.set(f"{what}/came/{self.rank}", "")  # after that: who has told nobody has not come
+        came = [f"{what}/came/{place}" for place in range(self.world)]
+        self._wait_for(f"{what}/all", what, lambda: map(came.index, {*came} - values(store, came).keys()))
         if not store.check([f"{what}/refused"]):
             return None
         return printable(store.get(f"{what}/refused").decode().strip())
@@ -347,12 +350,12 @@ class Meeting:
             Launch(0, f"make a transport ({what})", process_state.phase, process_state.step)
         )
 
-    def _wait_for(self, key: str, what: str) -> None:
+    def _wait_for(self, key: str, what: str, absent: Callable[[], Iterable[int]]) -> None:
         store = self._store
         with self.waiting(what):
             if not _came(lambda: store.check([key]), self.timeout_s, self.world, *_MEETING_POLLS_S):
-                num_there = store.add(f"{what}/came", 0)
+                ranks = sorted(self.log.ranks[place] for place in absent())
                 raise CommError(
-                    f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and {num_there} of "
-                    f"{self.world} came: look at what the launcher says of the others"
+                    f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and ranks {ranks} "
+                    "did not come: look at what the launcher says of them"
                 )

@@ -67,7 +67,7 @@ class KeyAgreement:
         publics = meeting.read("public", [*([parent] if at else []), *children])
         secret = secrets.token_bytes(32)
         if at:
-            secret = self._hidden(bytes.fromhex(meeting.own("sealed")), publics[parent])
+            secret = self._hidden(bytes.fromhex(meeting.own("sealed", parent)), publics[parent])
         for child in children:
             meeting.leave("sealed", self._hidden(secret, publics[child]).hex(), child)
         return secret
