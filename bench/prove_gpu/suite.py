@@ -7,6 +7,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from functools import partial
 
 from bench.prove_gpu.device import Device
 from bench.prove_gpu.rank import Rows, options
@@ -46,7 +47,9 @@ def main() -> None:
 
 def _ended(command: list[str], environment: dict[str, str], limit_s: float) -> bool:
     """Run pytest; whether it came to its end. Interrupted at the limit, it still writes its report."""
-    process = subprocess.Popen(command, env=environment)
+    # Behind nohup, or in the background of a script, a process begins with Ctrl-C ignored, and so would this.
+    allowing = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, env=environment, preexec_fn=allowing)
     try:
         process.wait(limit_s)
         return True

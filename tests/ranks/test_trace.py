@@ -209,7 +209,7 @@ from shardwright.observe.watch.status_exchange import open_exchange
 store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 exchange = open_exchange(store, 2, "attempt")
 print(store.port, flush=True)
-while not exchange.latest():
+while not exchange.latest()[0]:
     time.sleep(0.01)
 os._exit(0)
 """

@@ -200,7 +200,7 @@ class Case:
                 others.set(f"at/{rank}", f"node{rank // RANKS_PER_NODE} 1")
                 others.set(f"who/{rank}", f"boot-node{rank // RANKS_PER_NODE} ns {rank} 0")
                 others.add("come", 1)
-        attempt = SimpleNamespace(token="token", meet=lambda: True)
+        attempt = SimpleNamespace(token="token", meet=lambda: True, began=lambda _: set[int]())
         watch = watchdog.Watch(POLICY, self.asker, attempt, job_store(), lambda: None)  # type: ignore[arg-type]
         watch.start()
         while not watch.reach.has_met:
