@@ -25,7 +25,7 @@ from shardwright.errors import CommError, printable
 from shardwright.torch_private import default_store_is, new_group_of, rendezvous_handlers
 from shardwright.transport import liveness
 from shardwright.transport.host_limits import host_limits_told
-from shardwright.transport.jobstore import batches, job_store, pause_s, values
+from shardwright.transport.jobstore import batches, job_store, of_ranks, pause_s, values
 from shardwright.transport.process import Launch, LaunchLog, came, process_is_ours, process_state, short
 
 _NAME = "shardwright/attempt"
@@ -172,16 +172,13 @@ class Attempt:
         """Where this attempt's keys lie, for a rank that has the token."""
         return PrefixStore(self.token, self._store)
 
-    def began(self, ranks: Iterable[int]) -> set[int]:
+    def began(self, ranks: set[int]) -> set[int]:
         """Those of ``ranks`` that have said hello, here or in an attempt before; the first one always has."""
-        said = self._read([f"hello/{rank}" for rank in ranks])
-        return {rank for rank in ranks if not rank or f"hello/{rank}" in said}
+        return {0}.intersection(ranks) | of_ranks(self._store, "hello", ranks).keys()
 
     def ended(self, ranks: list[int]) -> list[int]:
         """Those of ``ranks`` that were here and whose processes, of this host, are known to have ended."""
-        if not self.token:
-            return []
-        told = self._read([met(rank, self.token) for rank in ranks])
+        told = self._read([met(rank, self.token) for rank in ranks])  # nothing before there is a token
         return sorted(liveness.ended({rank: told.get(met(rank, self.token), "") for rank in ranks}))
 
 
@@ -317,11 +314,10 @@ class Meeting:
         self._wait_for(f"{what}/{self.rank}", what, lambda: [of])
         return self._store.get(f"{what}/{self.rank}").decode()
 
-    def read(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
+    def read(self, what: str, ranks: Sequence[int]) -> dict[int, str]:
         """What these ranks have left, all of which have come. One message for a batch of them."""
-        ranks = list(ranks)
-        found = values(self._store, [f"{what}/{rank}" for rank in ranks])
-        return {rank: found[f"{what}/{rank}"].decode() for rank in ranks}
+        found = of_ranks(self._store, what, ranks)
+        return {rank: found[rank].decode() for rank in ranks}
 
     def refusal(self, what: str, own: str | None) -> str | None:
         """Return when all ranks have come here: why one of them refused, None where none did; the same on
@@ -338,8 +334,8 @@ class Meeting:
         if store.add(f"{what}/came", 1) == self.world:
             store.set(f"{what}/all", "")
         store.set(f"{what}/came/{self.rank}", "")  # after that: who has told nobody has not come
-        came = [f"{what}/came/{place}" for place in range(self.world)]
-        self._wait_for(f"{what}/all", what, lambda: map(came.index, {*came} - values(store, came).keys()))
+        places, came = range(self.world), f"{what}/came"
+        self._wait_for(f"{what}/all", what, lambda: {*places} - of_ranks(store, came, places).keys())
         if not store.check([f"{what}/refused"]):
             return None
         return printable(store.get(f"{what}/refused").decode().strip())
@@ -351,9 +347,8 @@ class Meeting:
         )
 
     def _wait_for(self, key: str, what: str, absent: Callable[[], Iterable[int]]) -> None:
-        store = self._store
         with self.waiting(what):
-            if not _came(lambda: store.check([key]), self.timeout_s, self.world, *_MEETING_POLLS_S):
+            if not _came(lambda: self._store.check([key]), self.timeout_s, self.world, *_MEETING_POLLS_S):
                 ranks = sorted(self.log.ranks[place] for place in absent())
                 raise CommError(
                     f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and ranks {ranks} "

@@ -6,7 +6,7 @@ until the watch has found that the others can't come, or, in a block of ``hasty`
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager
@@ -190,6 +190,12 @@ def values(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
         elif len(part) > 1:
             parts += part[len(part) // 2 :], part[: len(part) // 2]
     return found
+
+
+def of_ranks(store: Store, kind: str, ranks: Iterable[int]) -> dict[int, bytes]:
+    """What is there under a kind of keys, ``<kind>/<rank>``, of some ranks."""
+    keys = {f"{kind}/{rank}": rank for rank in ranks}
+    return {keys[key]: data for key, data in values(store, [*keys]).items()}
 
 
 def batches(keys: Sequence[str]) -> list[list[str]]:

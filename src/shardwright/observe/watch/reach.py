@@ -91,7 +91,7 @@ class Reach:
             self._peers.places = self._exchange.places()
         return True
 
-    def began(self, ranks: Iterable[int]) -> set[int]:
+    def began(self, ranks: set[int]) -> set[int]:
         """Those of ``ranks`` that have begun to watch, in this attempt or in one before."""
         return self._attempt.began(ranks)
 

@@ -45,7 +45,7 @@ from shardwright.observe.watch.findings import (
     Waits,
 )
 from shardwright.transport import liveness
-from shardwright.transport.jobstore import bottom_of, values
+from shardwright.transport.jobstore import bottom_of, of_ranks
 from shardwright.transport.process import ranks_of, short
 
 _POLL_S = 0.02
@@ -136,9 +136,7 @@ class StatusExchange:
         return [answer_of(fields) for number, fields in told if number >= call]
 
     def _read(self, kind: str, ranks: Iterable[int]) -> dict[int, bytes]:
-        """What is there under a kind of keys of some ranks."""
-        keys = {f"{kind}/{rank}": rank for rank in ranks}
-        return {keys[key]: data for key, data in values(self._store, [*keys]).items()}
+        return of_ranks(self._store, kind, ranks)
 
     def answered(self, ranks: Iterable[int]) -> dict[int, int]:
         """Of each of ``ranks`` that has answered the last call that it has answered, in time or not."""
