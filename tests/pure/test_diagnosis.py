@@ -28,6 +28,7 @@ from shardwright.observe.watch.status_exchange import StatusExchange, answer_of,
 from shardwright.observe.watch.table import table, tell
 from shardwright.observe.watch.watchdog import Watch, _Known
 from shardwright.policy import WatchPolicy
+from shardwright.transport.process import process_state
 
 POLICY = WatchPolicy()
 ALL = (0, 1, 2)
@@ -324,6 +325,7 @@ def test_a_rank_that_answers_each_call_too_late_is_not_silent(monkeypatch):
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     watch = object.__new__(Watch)
     watch.rank, watch._known = 0, _Known()
+    monkeypatch.setattr(process_state, "_logs", [])  # of tests before, in this process
     watch.reach = SimpleNamespace(answered=lambda ranks: dict.fromkeys(ranks, answered[0]), hosts=dict)
 
     def silent_s(lately: bool) -> float:
