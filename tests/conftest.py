@@ -3,6 +3,7 @@ which cases CI runs."""
 
 import os
 from itertools import groupby
+from pathlib import Path
 from zlib import crc32
 
 from hypothesis import settings
@@ -15,8 +16,13 @@ def pytest_collection_modifyitems(config, items):
     """Of the slow cases of a test that is marked ``sampled`` CI runs the first, the middle and the last: both
     ends of each option. The others become ``exhaustive``: ``make test-all`` runs them, and CI doesn't.
 
-    With ``SHARDWRIGHT_TEST_PART=2/3`` of all slow cases the second third is run, by their names.
+    Those that slow.txt lists are slow, too. With ``SHARDWRIGHT_TEST_PART=2/3`` of all slow cases the second
+    third is run, by their names.
     """
+    measured = {*Path(__file__).with_name("slow.txt").read_text().split("\n")}
+    for item in items:
+        if item.nodeid.removeprefix("tests/").partition("[")[0] in measured:
+            item.add_marker("slow")
     sampled = [item for item in items if item.get_closest_marker("sampled")]
     slow = [item for item in sampled if item.get_closest_marker("slow")]
     for _, group in groupby(slow, key=lambda item: item.nodeid.partition("[")[0]):

@@ -46,6 +46,12 @@ def test_every_warning_goes_by_the_function_that_finds_the_line_of_the_script():
     assert [path for path, text in PACKAGE.items() if "warnings.warn(" in text] == ["errors.py"]
 
 
+def test_every_test_that_is_listed_as_slow_is_there():
+    tests = Path(__file__).parents[1]
+    listed = [line.split("::") for line in (tests / "slow.txt").read_text().split("\n") if "::" in line]
+    assert [name for file, name in listed if f"def {name}(" not in (tests / file).read_text()] == []
+
+
 def test_the_package_was_found():
     assert {"__init__.py", "errors.py"} <= PACKAGE.keys()
 
