@@ -233,7 +233,7 @@ class SocketComm(Comm):
 
 
 def _message(transfer: Transfer, parts: Sequence[torch.Tensor]) -> Sequence[memoryview]:
-    """That of ``parts``; empty where all of them are."""
+    """Return the message of ``parts``; empty where all of them are."""
     views = views_of(parts)
     return message_of(transfer.launch, views) if views else []
 
