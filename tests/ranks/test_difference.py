@@ -280,8 +280,7 @@ def test_a_run_that_is_resumed_in_new_processes_is_the_one_that_was_not_interrup
 
 
 def kept_of(group):
-    differences = differences_of(group.axis.comm)
-    return [differences.of(segment) for segment in group._bound.segments]
+    return [*map(differences_of(group.axis.comm).of, group._bound.segments)]
 
 
 def kept_nbytes(training):
