@@ -49,14 +49,14 @@ def decay_of_matrices(name, shape):
     return len(shape) > 1
 
 
-def test_decay_may_be_for_some_parameters_and_the_norm_is_told():
+def test_decay_may_be_for_some_parameters_and_the_norm_is_that_of_all_shards_of_one_copy():
     model = MODELS["mlp"]()
     plain = copy.deepcopy(model)
     parameters = list(plain.parameters())
     decayed = [[p for p in parameters if (p.ndim > 1) is kind] for kind in (True, False)]
     groups = [{"params": decayed[0], "weight_decay": 0.5}, {"params": decayed[1], "weight_decay": 0.0}]
     theirs = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
-    xla.fully_shard(model, 2, UNITS["mlp"])
+    xla.fully_shard(model, (2, 2), UNITS["mlp"])
     ours = xla.AdamW(1e-2, weight_decay=0.5, eps=1e-3, decayed=decay_of_matrices)
     step = xla.make_train_step(model, loss_fn, ours, clip_norm=0.1)
     torch.manual_seed(1)
@@ -64,7 +64,7 @@ def test_decay_may_be_for_some_parameters_and_the_norm_is_told():
         rows = batch("mlp")
         step(*rows)
         plain.zero_grad()
-        torch.stack([loss_fn(plain, *(t.chunk(2)[i] for t in rows)) for i in range(2)]).mean().backward()
+        torch.stack([loss_fn(plain, *(t.chunk(4)[i] for t in rows)) for i in range(4)]).mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         theirs.step()
         assert float(step.grad_norm) == pytest.approx(norm.item(), rel=1e-5)

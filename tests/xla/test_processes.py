@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -14,13 +13,8 @@ import torch
 
 from shardwright.checkpoint import load
 from shardwright.xla.files import read
+from tests.ranks.pool import free_port
 from tests.xla.models import batch, mlp, optimizers, reference_step
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(processes: int, devices: int, folder, optimizer: str) -> list[list]:
@@ -42,9 +36,19 @@ def run(processes: int, devices: int, folder, optimizer: str) -> list[list]:
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.parametrize(("devices", "kind"), [(1, "adamw"), (2, "sgd")])
-def test_two_processes_train_as_plain_torch_and_resume_bit_equal(tmp_path, devices, kind):
-    printed = run(2, devices, tmp_path, kind)
+@pytest.fixture(scope="module", params=[(1, "adamw"), (2, "sgd")], ids=["1-adamw", "2-sgd"])
+def job(request, tmp_path_factory):
+    """What two processes have printed: devices of each, optimizer, folder, lines."""
+    folder = tmp_path_factory.mktemp("job")
+    return *request.param, folder, run(2, request.param[0], folder, request.param[1])
+
+
+def test_a_process_builds_its_model_without_one_that_is_late(job):
+    assert [numbers["built_alone"] for numbers, _ in job[-1]] == [True, True]
+
+
+def test_two_processes_train_as_plain_torch_and_resume_bit_equal(job):
+    devices, kind, folder, printed = job
     found = [numbers for numbers, _ in printed]
     assert len(printed[0][1]) == 4  # saving and loading, in both formats, on the process that can't
     assert all("failed on process 0" in error for error in printed[1][1])
@@ -63,8 +67,8 @@ def test_two_processes_train_as_plain_torch_and_resume_bit_equal(tmp_path, devic
         if number == 1:
             at_two = {name: value.clone() for name, value in plain.state_dict().items()}
     saved = mlp()
-    load(tmp_path, model=saved)
-    ranks = read(str(tmp_path / "ckpt"))
+    load(folder, model=saved)
+    ranks = read(str(folder / "ckpt"))
     assert len(ranks.paths) == 2 * devices
     for name, value in saved.state_dict().items():
         assert torch.equal(value, ranks.model[name])

@@ -2,10 +2,12 @@
 
 Trains on its rows of each batch, saves in both formats, and prints its losses as JSON. After that the first
 process can't write, or can't read, and what each process is told is printed too.
+The first one is late: it builds its model when the last has.
 """
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -23,9 +25,15 @@ from shardwright.errors import CheckpointError  # noqa: E402
 from shardwright.xla.checkpoint import load_rank_files, save_rank_files  # noqa: E402
 from tests.xla.models import MODELS, UNITS, batch, loss_fn, optimizers  # noqa: E402
 
+built = Path(folder) / "built"
+jax.devices()  # waits for every process; from here on none is needed until the first step
+for _ in range(400 if rank == 0 else 0):
+    time.sleep(0 if built.exists() else 0.05)
+built_alone = rank > 0 or built.exists()
 plain = MODELS["mlp"]()
 model = xla.fully_shard(plain, None, UNITS["mlp"])
 step = xla.make_train_step(model, loss_fn, optimizers(sys.argv[5], plain)[0], clip_norm=0.5)
+built.touch()
 torch.manual_seed(1)
 losses = []
 for number in range(3):
@@ -53,4 +61,5 @@ load_xla(folder, model=model, train_step=step)
 again = float(step(*(tensor.chunk(processes)[rank] for tensor in rows)))
 outputs = model(rows[0].chunk(processes)[rank]).shape
 found = {"losses": losses, "again": again, "rows": outputs[0], "devices": len(jax.devices())}
+found["built_alone"] = built_alone
 print(json.dumps([found, told]))
