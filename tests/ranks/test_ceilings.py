@@ -53,7 +53,7 @@ CEILINGS = {
     "code lines of a step": Ceiling(2_095, 1_800, _PLANNED),
     "code lines of the core": Ceiling(11_900, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}"),
     "code lines of src": Ceiling(38_330, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}"),
-    "code lines of tests": Ceiling(45_020, 41_500, _SIMULATED),
+    "code lines of tests": Ceiling(45_045, 41_500, _SIMULATED),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
 }
