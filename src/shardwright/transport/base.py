@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwright.transport.streams import Streams
 
 
-class Source:
+class Origin:
     """What the same segment of each step is known by, for a transport that keeps something of it."""
 
 
@@ -32,14 +32,14 @@ class Segment:
     spans: ``(start, stop)`` elements of each rank's shard in ``flat``, without padding.
     has_room: for a reduce-scatter, that ``flat`` is padded all the same, with what may be summed and dropped.
     coded: for a reduce-scatter, that parts are sent coded without loss, where that can be and is shorter.
-    source: for an all-gather, whose part it is, in the same memory or not; None of what is gathered once.
+    origin: for an all-gather, whose part it is, in the same memory or not; None of what is gathered once.
     """
 
     flat: torch.Tensor
     spans: Spans
     has_room: bool = False
     coded: bool = False
-    source: Source | None = field(default=None, compare=False)
+    origin: Origin | None = field(default=None, compare=False)
     _parts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def part(self, rank: int) -> torch.Tensor:

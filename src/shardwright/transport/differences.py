@@ -1,6 +1,6 @@
 """What the ranks of a transport keep of their last all-gathers, so that of the next ones only changes travel.
 
-Parameters know nothing of it: it lies beside the transport (``Differences``), by the source of each segment.
+Parameters know nothing of it: it lies beside the transport (``Differences``), by the origin of each segment.
 ``cpu/coder.py`` makes messages of it.
 """
 
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from shardwright.transport.base import Comm, Segment, Source
+from shardwright.transport.base import Comm, Origin, Segment
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,20 @@ class Kept:
 
 
 class Differences:
-    """What is kept of all that one transport gathers, for as long as its source lives."""
+    """What is kept of all that one transport gathers, for as long as its origin lives."""
 
     def __init__(self) -> None:
-        self._kept: WeakKeyDictionary[Source, Kept] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Origin, Kept] = WeakKeyDictionary()
 
     def of(self, segment: Segment) -> Kept | None:
         """What is kept of it, if anything may be: the same on all ranks."""
-        return None if segment.source is None else self._kept.get(segment.source)
+        return None if segment.origin is None else self._kept.get(segment.origin)
 
     def send(self, segments: Iterable[Segment], what: Sends) -> None:
         """From their next all-gather on, send what has changed since the last one, or whole spans."""
         for segment in segments:
-            if segment.source is not None:
-                kept = self._kept.setdefault(segment.source, Kept())
+            if segment.origin is not None:
+                kept = self._kept.setdefault(segment.origin, Kept())
                 kept.on, kept.codes = what.changes, what.codes
 
 
