@@ -247,11 +247,13 @@ def _changing(found: Sequence[Level]) -> list[Level]:
     other = str(Category.OTHER)
     always = min((level.nbytes[other] for level in found if other in level.nbytes), default=0)
     name = f"{other} ({in_words(always)} not drawn)"
+    # On top of the others, though the first level may lack some of these.
+    kinds = sorted(dict.fromkeys(each for level in found for each in level.nbytes), key=other.__eq__)
     return [
         level._replace(
             nbytes={
-                name if each == other else each: nbytes - always if each == other else nbytes
-                for each, nbytes in level.nbytes.items()
+                name if each == other else each: max(0, level.nbytes.get(each, 0) - always * (each == other))
+                for each in kinds
             }
         )
         for level in found
