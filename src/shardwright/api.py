@@ -152,7 +152,7 @@ def fully_shard(
 
 
 def _shard_each(module: Any, mesh: DeviceMesh | None, options: GroupOptions, ignored: set[int]) -> None:
-    """Of a container without a forward each child."""
+    """Shard each child of a container that has no forward."""
     if not (isinstance(module, nn.ModuleList | nn.ModuleDict) and has_no_forward(module)):
         shard_as([module], mesh, options, ignored)
         return

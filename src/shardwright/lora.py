@@ -415,7 +415,7 @@ def _sum(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float)
 
 
 def _lengths(layer: LoraLinear) -> torch.Tensor:
-    """Of the rows of that sum, float32 [out]; constants to the gradient."""
+    """Return the lengths of that sum's rows, float32 [out]; constants to the gradient."""
     with torch.no_grad():
         a, b = layer.lora_A.weight, layer.lora_B.weight
         return _sum(layer.weight, a, b, layer.lora.scaling).norm(dim=1)

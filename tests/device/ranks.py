@@ -245,6 +245,7 @@ class Job:
             (saving, "_is_on_device", lambda t: not self.world.device.memory.is_on_host(cases.inner_of(t))),
             (torch.accelerator, "current_stream", lambda: self.world.device.current[-1]),
             (torch.accelerator, "is_available", lambda: True),
+            (torch.accelerator, "current_accelerator", lambda *_, **__: None),  # a torch with CUDA has one
             (torch.accelerator, "synchronize", lambda: self.world.device.synchronize()),
             (torch.Tensor, "data_ptr", lambda tensor: self.world.device.memory.pointer_of(tensor)),
             (meshes, "new_group", _new_group),

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.transport.base import Kept
 from shardwright.transport.cpu import coder
 from shardwright.transport.cpu.coder import Coder, Damaged, ordered
 from shardwright.transport.cpu.views import view_of
+from shardwright.transport.differences import Kept
 
 DTYPES = [
     torch.bfloat16,

@@ -10,7 +10,7 @@ from torch import nn
 from bench.rankzero import rank_zero_of
 from shardwright import SchedulePolicy, explain, fully_shard
 from shardwright.engine.unit import unit_of
-from shardwright.transport.base import Sends
+from shardwright.transport.differences import Sends
 
 WIDTH, VOCAB, BLOCK = 264, 1001, 1000  # each end, and each half of a block, is larger than a MiB
 NOTHING = "no fully_shard call hides it"

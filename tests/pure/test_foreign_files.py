@@ -250,7 +250,7 @@ TORCH_FILES = {
     "conjugated": (as_saved({"w": W.to(torch.complex64).conj()}), "resolve_conj()"),
     "negated": (as_saved({"w": torch._neg_view(W)}), "resolve_neg()"),
     "on meta": (as_saved({"w": W.to("meta")}), "has 0 bytes of data of w, expected 24"),
-    "sparse": (as_saved({"w": W.to_sparse()}), "w is stored with stride"),
+    "sparse": (as_saved({"w": W.to_sparse()}), "it holds sparse tensors"),
     "one name": (as_saved({1: W, "1": W}), "two tensors that are called '1'"),
     "one path": (as_saved({"a.b": W, "a": {"b": W}}), "two tensors that are called 'a.b'"),
     "in itself": (as_saved(with_itself()), "nested too deeply"),

@@ -80,6 +80,7 @@ BAD = [
         house.arrows_up,
         {"transport/cpu/shm.py": "from shardwright.observe.steps import trace", "observe/steps/trace.py": ""},
     ),
+    (house.arrows_up, {"engine/costs.py": "import_module('shardwright.plan.apply')", "plan/apply.py": ""}),
     (house.arrows_up, {"somewhere/new.py": ""}),
     (
         house.circles,

@@ -46,7 +46,8 @@ def test_the_last_64_steps_are_kept_and_no_other():
     kept = filled(100, 3).steps()
     assert len(kept) == STEPS
     assert [number for number, *_ in kept] == list(range(101 - STEPS + 1, 102))
-    assert {len(written) for *_, written in kept[:-1]} == {4}
+    # A busy machine writes besides for how long this thread was in line.
+    assert {sum(each[0] != LINE for each in written) for *_, written in kept[:-1]} == {4}
 
 
 def test_steps_of_many_records_leave_room_for_fewer_steps():

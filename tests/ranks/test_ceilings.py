@@ -38,20 +38,22 @@ _MANY = (
     "is missed: 125 lines"
 )
 
+_APART = "what coded messages keep lies beside a transport, and not in parameters: 25 lines"
+
 _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what no other test did"
 
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
-    "modules that the import loads": Ceiling(61, 75),
-    "lines that the import loads": Ceiling(13_800, 14_500),
-    "modules loaded after ten steps": Ceiling(81, 95),
-    "lines loaded after ten steps": Ceiling(17_135, 17_000, _MANY),
+    "modules that the import loads": Ceiling(62, 75),
+    "lines that the import loads": Ceiling(13_845, 14_500),
+    "modules loaded after ten steps": Ceiling(82, 95),
+    "lines loaded after ten steps": Ceiling(17_180, 17_000, f"{_MANY}; {_APART}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_095, 1_800, _PLANNED),
-    "code lines of the core": Ceiling(11_880, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}"),
-    "code lines of src": Ceiling(38_305, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}"),
-    "code lines of tests": Ceiling(45_015, 41_500, _SIMULATED),
+    "code lines of the core": Ceiling(11_900, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}"),
+    "code lines of src": Ceiling(38_330, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}"),
+    "code lines of tests": Ceiling(45_020, 41_500, _SIMULATED),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
 }
@@ -77,8 +79,8 @@ CORE = {
         check follower following grouping layout recorded schedule scheduler sync
     """,
     "transport": """
-        attempt base channel collect custom device_times host_limits host_memory jobstore link liveness
-        mesh process process_group recorder secret streams two_level watched
+        attempt base channel collect custom device_times differences host_limits host_memory jobstore link
+        liveness mesh process process_group recorder secret streams two_level watched
     """,
     "transport/cpu": """
         arena coder connection event_loop handshake message pages peers shm sockets transfer views

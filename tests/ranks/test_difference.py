@@ -24,6 +24,7 @@ from shardwright.engine.groups import table
 from shardwright.engine.unit import unit_of
 from shardwright.errors import CommError, MissingExtra
 from shardwright.transport.base import LinkSpeed
+from shardwright.transport.differences import differences_of
 from shardwright.transport.link import free_nbytes, measured
 from tests.ranks.models import NEEDS_ORDER
 from tests.ranks.pool import on_ranks, run_ranks
@@ -278,13 +279,20 @@ def test_a_run_that_is_resumed_in_new_processes_is_the_one_that_was_not_interrup
         assert (first + second, same) == (losses, bits)
 
 
+def kept_of(group):
+    return [*map(differences_of(group.axis.comm).of, group._bound.segments)]
+
+
+def kept_nbytes(training):
+    return sum(kept.nbytes for group in unit_of(training.model).runtime.groups for kept in kept_of(group))
+
+
 def switched(rank, world):
     """Whole shards, changes, whole shards again, changes of some groups within a budget."""
     set_transport("sockets")
     training = Training(rank, DIFFERENCE)
     training.step()
-    segments = [s for g in unit_of(training.model).runtime.groups for s in g._bound.segments]
-    kept = [sum(segment.kept.nbytes for segment in segments)]
+    kept = [kept_nbytes(training)]
     explained = sum(group.kept_nbytes for group in explain(training.model).groups)
     budget = explained // 2
     as_it_is = table.free_nbytes
@@ -293,7 +301,7 @@ def switched(rank, world):
         with mock.patch.object(table, "free_nbytes", free):
             training.model.set_schedule_policy(policy)
             training.step()
-        kept.append(sum(segment.kept.nbytes for segment in segments))
+        kept.append(kept_nbytes(training))
     return kept, budget, explained, str(explain(training.model)), training.bits()
 
 
@@ -338,8 +346,7 @@ def test_a_rank_that_has_lost_its_copy_computes_nothing_and_says_whose_and_what_
     training = Training(rank, DIFFERENCE)
     training.step()
     if rank == 1:
-        segment = unit_of(training.model.blocks[1]).group._bound.segments[0]
-        segment.kept.versions.clear()
+        kept_of(unit_of(training.model.blocks[1]).group)[0].versions.clear()
     with pytest.raises(CommError) as caught:
         training.step()
     text = str(caught.value)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from shardwright.observe.watch.status_exchange import find_exchange, store_at
 from shardwright.train.ranks import RankPlace
 from shardwright.transport.cpu.pages import keep_freed_pages
 from tests.ranks.faults import built, step
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import free_port, run_ranks
 from tests.ranks.scripts import fault, run_scripts
 
 
@@ -229,3 +230,24 @@ def test_a_thread_may_return_while_the_watch_reads_where_it_is():
     """Before Python 3.12 any allocation may collect, and a finalizer let the other thread return: the watch
     then read and wrote memory of other frames, and the rank died, or found its heap broken later."""
     assert run_ranks(1, read_while_it_returns, limit_s=20.0) == [[True]]
+
+
+PLAIN_SCRIPT = """
+import os, signal, torch, torch.distributed as dist
+from shardwright import fully_shard
+
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(4, 4))
+for step in range(1000):
+    model(torch.ones(1, 4)).sum().backward()
+    if step == 3 and dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_script_that_imports_fully_shard_alone_is_told_which_rank_was_killed():
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    start = partial(subprocess.Popen, [sys.executable, "-c", PLAIN_SCRIPT], stderr=subprocess.PIPE, text=True)
+    first, _ = [start(env={**os.environ, **job, "RANK": rank, "OMP_NUM_THREADS": "1"}) for rank in "01"]
+    assert "rank 1 is lost" in first.communicate(timeout=60)[1]
+    assert first.returncode == 1

@@ -95,13 +95,14 @@ class Ranks:
             late, lost = waited_s > ARRIVAL_TIMEOUT_S, list[int]()
             if late or waited_s > (looks + 1) * _LOOK_S:
                 looks += 1
-                missing = [r for r in range(self.world) if store is not None and not store.check([keys[r]])]
-                missing = missing if store is not None else [0]  # the rank that would have answered
+                # Where there is no store yet, the rank that would have answered.
+                missing = [0] if store is None else [n for n, k in enumerate(keys) if not store.check([k])]
                 lost = attempt.ended(missing)
             if late or lost:
                 if process_state.look is not None:  # a rank that told us why may have ended since
                     process_state.look()
                     process_state.raise_diagnosis()
+                self._log.ring.pop()  # the others, which haven't launched it, count on without it
                 if not lost and store is not None:
                     store.delete_key(keys[self.rank])  # so that a late rank does not take us for waiting
                 arrived = sorted({*range(self.world)} - {*missing})

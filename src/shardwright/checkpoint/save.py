@@ -246,7 +246,7 @@ class _Save:
     def _begin(
         self, stack: contextlib.ExitStack, fault: str, fingerprint: int
     ) -> tuple[Unpublished | None, int]:
-        """Of rank 0 where to write; of each rank what it is about to."""
+        """Return where to write, on rank 0; on each rank, what it is about to write."""
         if fault:
             raise CheckpointError(fault)
         if self.group.rank:

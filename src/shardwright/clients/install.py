@@ -49,7 +49,7 @@ def uninstall() -> None:
 
 
 def _replace(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """In each place; returns whether any name was there."""
+    """Replace it in each place; return whether any name was there."""
     there = [
         (place, name)
         for place in torch_fsdp.PLACES

@@ -229,7 +229,7 @@ def _alike(config: DataConfig, files: Sequence[File]) -> Sequence[File]:
 
 
 def _of_split(files: Sequence[File], split: str) -> tuple[Sequence[File], list[str]]:
-    """Of files of records, those but of other splits, by their names; and the names of the others."""
+    """Return the files of records that aren't of other splits, by their names; and the others' names."""
     own, other = (
         re.compile(rf"(?<![a-z0-9])({words})(?![a-z0-9]|_[a-z])")
         for words in (re.escape(split), rf"({_SPLITS})(_[a-z]+)*")

@@ -326,7 +326,7 @@ def _write_records(
 
 
 def _encoded(rows: Sequence[Row], encoder: Encoder) -> Iterator[tuple[bool, list[Example]] | BadRecord]:
-    """Of each row whether it is a pair, and its examples; or why there are none."""
+    """Return of each row whether it is a pair, and its examples; or why there are none."""
     parsed = []
     for row in rows:
         try:

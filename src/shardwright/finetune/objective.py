@@ -110,7 +110,7 @@ class PreferenceLoss:
         self._margins = []
 
     def _margin(self, batch: Batch) -> Tensor:
-        """By how much each chosen answer is likelier than the rejected one, in nats, fp32 [pairs]."""
+        """Return by how much each chosen answer is likelier than the rejected one, in nats, fp32 [pairs]."""
         chosen, rejected = self._head_loss(batch.inputs, batch.targets, by_row=True).chunk(2)
         return rejected - chosen
 

@@ -99,7 +99,7 @@ def _exported_step(run: Path) -> int:
 
 
 def _check_base(run: RunFolder, base: Path) -> None:
-    """That ``base`` has the files that were trained on, as the run's newest checkpoint says."""
+    """Check that ``base`` has the files that were trained on, as the run's newest checkpoint says."""
     steps = complete_steps(run.checkpoint)
     if not steps:
         return

@@ -268,7 +268,7 @@ def _hides_in_parts(unit: Unit, group: ParamGroup, names: dict[int, str]) -> str
 
 
 def _modules_of(group: ParamGroup) -> set[int]:
-    """Those that show its parameters, each by the first that does."""
+    """Return the modules that show its parameters, each by the first that does."""
     return {id(param.sites[0].module) for param in group.params}
 
 

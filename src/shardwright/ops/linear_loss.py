@@ -101,13 +101,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(size: int, across: int) -> Iterator[slice]:
-    """Of ``size`` rows or words, each with ``across`` of the others: logits that there are at once."""
+    """Return chunks of ``size`` rows or words, each with ``across`` of the others: the logits at once."""
     each = max(1, min(_CHUNK_NUMEL // max(1, across), -(-size // _LEAST_CHUNKS)))
     yield from (slice(first, min(first + each, size)) for first in range(0, size, each))
 
 
 def _of_logits(logits: Tensor, total: Tensor, wanted: Tensor, learned: Tensor) -> Tensor:
-    """In place of ``logits``: softmax, less 1 at the wanted word if that is among them."""
+    """Write over ``logits`` their softmax, less 1 at the wanted word if that is among them."""
     of_logits = logits.sub_(total).exp_()
     here = (wanted >= 0) & (wanted < logits.shape[1])
     of_logits.scatter_add_(1, wanted.where(here, 0), -here.float())
@@ -115,7 +115,7 @@ def _of_logits(logits: Tensor, total: Tensor, wanted: Tensor, learned: Tensor) -
 
 
 def _add(grads: list[Tensor | None], rows: slice, hidden: Tensor, weight: Tensor, of_logits: Tensor) -> None:
-    """To the gradients what the loss of some rows gives."""
+    """Add to the gradients what the loss of some rows gives."""
     of_hidden, of_weight, of_bias = grads
     if of_hidden is not None:
         torch.mm(of_logits.to(hidden.dtype), weight, out=of_hidden[rows])

@@ -17,7 +17,7 @@ from shardwright.params.param import ShardedParam, Versions
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ALIGNMENT_NBYTES, GroupLayout, ParamLayout, contiguous_strides
 from shardwright.torch_private import foreach_copy_, local_of, parameters_of, set_versions, version_of
-from shardwright.transport.base import Kept, Segment, Sends, copy_together
+from shardwright.transport.base import Segment, Source, copy_together
 from shardwright.transport.cpu.pages import HUGE_PAGE_NBYTES, advise_huge, keep_freed_pages
 
 
@@ -94,7 +94,7 @@ def bind(
     begin = offset_nbytes + layout.span(rank)[0] * dtype.itemsize
     own = buffer.tensor(dtype, begin, layout.shard_shape(rank), layout.strides)
     whole = buffer.tensor(dtype, offset_nbytes, layout.shape, layout.strides) if face is None else face
-    param.bind_to(whole, Segment(region, layout.spans, kept=Kept()), own)
+    param.bind_to(whole, Segment(region, layout.spans, source=Source()), own)
 
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -209,7 +209,7 @@ def _bind_stack(buffer: Buffer, arrival: Buffer, offset: int, arrival_offset: in
         prod(shape[1:]) for shape in (layout.shape, layout.shard_shape(rank), layout.shard_shape(0))
     )
     region = arrival.tensor(sent, arrival_offset, (layout.padded_numel,), (1,))
-    segment = Segment(region, layout.spans, kept=Kept())
+    segment = Segment(region, layout.spans, source=Source())
     filled = buffer.tensor(dtype, offset, (outer, width), (width, 1))
     num_equal = width // part if part else 0  # one copy, whatever the world
     first = filled[:, : num_equal * part].unflatten(1, (num_equal, part))
@@ -281,12 +281,6 @@ class Bound:
             places, sources = self._copies.setdefault(key, ([], []))
             places.append(own)
             sources.append(local)
-
-    def send(self, what: Sends) -> None:
-        """From the next all-gather on, send what has changed since the last one, or whole spans."""
-        for segment in self.segments:
-            if segment.kept is not None:
-                segment.kept.on, segment.kept.codes = what.changes, what.codes
 
     def is_current(self) -> bool:
         """Whether every parameter is the one that was found, with its memory, dtype, sites and extension."""

@@ -119,7 +119,7 @@ def _assumed(found: Data) -> list[str]:
 
 
 def _ways(found: Data) -> list[str]:
-    """Of the candidates those that fit, in a table; of the others one line."""
+    """Return a table of the candidates that fit, and one line of the others."""
     ways: Sequence[Data] = found["ways"]
     rows = [["GiB", "tokens/s", "step s", "what differs"]]
     rows += [[*_numbers(way), _difference(way, ways[0])] for way in ways[:_SHOWN]]
@@ -155,7 +155,7 @@ def _gib(nbytes: float, digits: int = 1) -> str:
 
 
 def _rounded(number: float) -> str:
-    """To three digits."""
+    """Round to three digits."""
     return f"{float(f'{number:.3g}'):,.10g}"
 
 

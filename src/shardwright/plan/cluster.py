@@ -276,7 +276,7 @@ def _device_of(given: Any) -> DeviceSpec:
 
 
 def _lines(of: Any, left_out: Collection[str] = ()) -> list[str]:
-    """Of a file, each with its words, but for what isn't known: what is 0, or in ``left_out``, by default."""
+    """Return a file's lines with their words, without what isn't known: 0 or, by default, ``left_out``."""
     words, lines = words_of(type(of)), []
     for each in fields(of):
         value = getattr(of, each.name)

@@ -118,7 +118,7 @@ class _ShardCall:
 
 
 def _params(model: nn.Module) -> dict[int, _Param]:
-    """By the ids of parameters."""
+    """Return them by the ids of parameters."""
     sites: dict[int, list[ParamSite]] = {}
     for module in model.modules():
         for name, param in parameters_of(module).items():

@@ -55,7 +55,7 @@ def _larger(one: dict[Category, int], other: dict[Category, int]) -> dict[Catego
 
 
 def _evaluation(schedule: Schedule, workload: Workload) -> dict[Category, int]:
-    """Of a forward that keeps nothing, besides the states."""
+    """Return the phase of a forward that keeps nothing, besides the states."""
     most: dict[Category, int] = {}
     unsharded = set[int]()
     forward = zip(schedule.phases[Phase.FORWARD], workload.phases[Phase.FORWARD], strict=True)

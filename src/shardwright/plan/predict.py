@@ -435,7 +435,7 @@ def a_microbatch(given: object, choice: Choice) -> Microbatch:
 
 
 def _changed(workload: Workload, choice: Choice) -> Workload:
-    """With frozen weights as codes and blocks that are computed again, as asked. Raises: InputError."""
+    """Return it with frozen weights as codes and blocks computed again, as asked. Raises: InputError."""
     if choice.recompute:
         if recomputes(workload):
             raise InputError(

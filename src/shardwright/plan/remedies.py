@@ -123,7 +123,7 @@ def _step_s(one: Tried) -> float:
 
 
 def _fitting(space: Space, changes: list[Candidate], base: Tried, room: int) -> list[Tried]:
-    """Those that hold less and fit, the fastest first."""
+    """Return those that hold less and fit, the fastest first."""
     tried = sorted(map(space.price, changes), key=_step_s)
     return [one for one in tried if one.nbytes <= room and one.nbytes < base.nbytes]
 

@@ -107,7 +107,7 @@ def trace(
 
 @contextmanager
 def _without_torchs_traceback() -> Iterator[None]:
-    """Of an operation that fails under fake tensors: the error that we raise says all of it."""
+    """Drop torch's log of an operation that fails under fake tensors: the error that we raise says it."""
     before, fake_tensor_log.disabled = fake_tensor_log.disabled, True
     try:
         yield
@@ -161,7 +161,7 @@ def _fake_parameter(param: nn.Parameter, dtype: torch.dtype | None) -> nn.Parame
 
 
 def _entries_nbytes(forward: Sequence[_Noted]) -> Counter[int]:
-    """By group, the bytes that its forward reads and others have made."""
+    """Return by group the bytes that its forward reads and others have made."""
     made = {key: (noted.group, nbytes) for noted in forward for key, nbytes in noted.taken}
     read = {(noted.group, key) for noted in forward for key in noted.read if key in made}
     found: Counter[int] = Counter()
@@ -273,7 +273,7 @@ def _op(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> Op | None:
-    """None for a view: it computes and moves nothing."""
+    """Return None for a view: it computes and moves nothing."""
     name, there = str(function), {_key(tensor) for tensor in inputs}
     base = name.split(".")[1] if name.count(".") else name
     if outputs and all(_key(tensor) in there for tensor in outputs) and not base.endswith("_"):
@@ -305,7 +305,7 @@ def multiplied_in(dtype: torch.dtype, convolves: bool = False) -> str:
 
 
 def _matmul_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
-    """None for what is no matmul."""
+    """Return None for what is no matmul."""
     if str(function) == "aten._grouped_mm.default":
         return _grouped_flops(args[0], args[1], out)
     count = flop_registry.get(function.overloadpacket)
@@ -313,14 +313,14 @@ def _matmul_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _grouped_flops(a: Tensor, b: Tensor, out: Tensor) -> float:
-    """Of matmuls of the rows of each group: with a matrix of its own, or (for the gradients of these, which
-    have three dims) with other rows of it."""
+    """Count matmuls of the rows of each group: with a matrix of its own, or (for the gradients of these,
+    which have three dims) with other rows of it."""
     of_rows = a.dim() == 2 and out.dim() == 3
     return 2.0 * (a.numel() * b.shape[-1] if of_rows else out.numel() * a.shape[-1])
 
 
 def _attention_flops(base: str, args: tuple[Any, ...]) -> float:
-    """Of fused attention; half of it is computed where it is causal. A backward is 2.5 forwards."""
+    """Count fused attention; half of it is computed where it is causal. A backward is 2.5 forwards."""
     is_backward = base.endswith("backward")
     query, key, value = [arg for arg in args if isinstance(arg, Tensor)][is_backward : 3 + is_backward]
     pairs = prod(query.shape[:-1]) * key.shape[-2]

@@ -140,7 +140,7 @@ def passes(batch: Microbatch, columns: float, kernels: int) -> Op:
 
 
 def _elementwise(arch: Architecture, batch: Microbatch) -> tuple[Op, Op]:
-    """Of a block, forward and backward."""
+    """Count a block's, forward and backward."""
     d, f, rope = arch.d_model, arch.ffn_dim, arch.q_dim + arch.kv_dim
     if batch.compiled:
         forward = 2 * (2 + 3) * d + (3 * f if arch.gated else 2 * f) + (2 * rope if arch.rotary else 0)

@@ -266,7 +266,7 @@ def _ladder(device: torch.device) -> torch.Tensor:
 
 @cache
 def _table(dtype: torch.dtype, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """For each value of one or two bytes of codes the levels of its elements, side by side in one integer."""
+    """Return for each value of one or two bytes of codes its elements' levels, as one integer."""
     levels = torch.tensor(LEVELS).to(dtype)
     values = torch.arange(256**num_bytes)
     elements = []

@@ -194,7 +194,7 @@ def _merged(first: Sequence[T], second: Sequence[T]) -> list[T]:
 
 
 def _shared_lengths(first: Sequence[T], second: Sequence[T]) -> list[list[int]]:
-    """At ``[i][j]``: the length of the longest common subsequence of ``first[i:]`` and ``second[j:]``."""
+    """Return the lengths of the longest common subsequences of ``first[i:]`` and ``second[j:]``."""
     rows = [[0] * (len(second) + 1)]
     for item in reversed(first):
         below, row, best = rows[-1], [0] * (len(second) + 1), 0

@@ -77,7 +77,7 @@ class AdamW8bit(torch.optim.Optimizer):
             self.state.clear()
 
     def _point(self) -> None:
-        """At the shards, which may have been put elsewhere in memory since."""
+        """Point at the shards, which may have been put elsewhere in memory since."""
         for p, local in self._local.items():
             local.data = _rows(p)
 

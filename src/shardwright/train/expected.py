@@ -73,5 +73,5 @@ def meta_transformer(recipe: Recipe) -> tuple[nn.Module, Tensor]:
 
 
 def loss_of_logits(logits: Tensor) -> Tensor:
-    """Of any targets."""
+    """Return the loss of logits for targets that may be any: its cost is the same."""
     return loss_of(logits, logits.new_zeros(logits.shape[:2], dtype=torch.int64))

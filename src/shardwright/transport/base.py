@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from shardwright.schedule.layout import ParamLayout, Spans, align, equal_spans
@@ -19,62 +18,8 @@ if TYPE_CHECKING:
     from shardwright.transport.streams import Streams
 
 
-@dataclass(frozen=True)
-class Sends:
-    """What a group's collectives send over a network.
-
-    changes: an all-gather what has changed since the last one. codes: of it, coded differences; else the
-    parts in which anything has changed. gradients: a reduce-scatter coded numbers. why: why nothing of these,
-    where it was asked for.
-    """
-
-    changes: bool = False
-    codes: bool = False
-    gradients: bool = False
-    why: str = ""
-
-
-WHOLE = Sends()
-
-
-@dataclass
-class Version:
-    """One span as it was sent last. words: its patterns, as signed integers. number: of the messages that it
-    has followed. crc: CRC-32 of the words, None before the first message."""
-
-    words: np.ndarray
-    number: int = 0
-    crc: int | None = None
-
-
-class Kept:
-    """What a rank keeps of a segment's last all-gather, so that of the next one only changes travel.
-
-    The owner of a span compares it with what it has sent last, and every other rank has kept the same: one
-    copy of all spans, in host memory, in the dtype of the wire. A number counts the messages that a copy has
-    followed. It is in each message, so that a difference is never added to anything but what it was taken
-    from.
-
-    Of one segment: the last version of each rank's span. Own ones are written by the thread that codes,
-    others' by the one that decodes, each in the order of messages, whether or not anybody waits for them.
-
-    on: this rank sends what has changed; else the whole span, and everybody forgets. codes: changes are sent
-    as coded differences; else the parts in which anything has changed are sent whole.
-    """
-
-    def __init__(self) -> None:
-        self.on = self.codes = False
-        self.versions: dict[int, Version] = {}
-
-    @property
-    def is_used(self) -> bool:
-        """Whether an all-gather has to tell the other ranks of it: what has changed, or to forget."""
-        return self.on or bool(self.versions)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that this rank holds for it."""
-        return sum([version.words.nbytes for version in tuple(self.versions.values())])
+class Source:
+    """What the same segment of each step is known by, for a transport that keeps something of it."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +32,14 @@ class Segment:
     spans: ``(start, stop)`` elements of each rank's shard in ``flat``, without padding.
     has_room: for a reduce-scatter, that ``flat`` is padded all the same, with what may be summed and dropped.
     coded: for a reduce-scatter, that parts are sent coded without loss, where that can be and is shorter.
-    kept: for an all-gather, what ranks keep of the last one of this segment, if they do: the same on all.
+    source: for an all-gather, whose part it is, in the same memory or not; None of what is gathered once.
     """
 
     flat: torch.Tensor
     spans: Spans
     has_room: bool = False
     coded: bool = False
-    kept: Kept | None = field(default=None, compare=False)
+    source: Source | None = field(default=None, compare=False)
     _parts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def part(self, rank: int) -> torch.Tensor:

@@ -64,7 +64,7 @@ def take_values_of_rank_0(tensors: Iterable[torch.Tensor], device: torch.device)
 
 
 def _overlap(offset: int, nbytes: int, width: int) -> range:
-    """Of a part that begins ``offset`` bytes from where a window does, the bytes that lie in the window."""
+    """Return the bytes of a part in a window, from which it begins ``offset`` bytes away."""
     return range(max(0, -offset), min(nbytes, width - offset))
 
 

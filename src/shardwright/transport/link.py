@@ -10,7 +10,8 @@ import torch
 
 from shardwright import clock
 from shardwright.schedule.layout import equal_spans
-from shardwright.transport.base import Comm, Kept, LinkSpeed, Segment, Sends
+from shardwright.transport.base import Comm, LinkSpeed, Segment
+from shardwright.transport.differences import Kept, Sends
 from shardwright.transport.host_memory import host_free_nbytes
 from shardwright.transport.liveness import boot_id
 

@@ -56,7 +56,7 @@ class TwoLevelComm(Comm):
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
         """See ``Comm.all_gather``. In place in both hops; a host that moves bytes itself issues the second
         one when it waits, or goes on."""
-        # Without ``kept``: only between nodes it pays to send what has changed alone.
+        # Without a source: only between nodes it pays to send what has changed alone.
         places = [Segment(each.flat, each.spans.joined(self.between.world)) for each in segments]
         own = [self._of_place(each) for each in segments]
         if self.streams is None:
@@ -77,9 +77,8 @@ class TwoLevelComm(Comm):
     def _of_place(self, segment: Segment) -> Segment:
         """This place's part of what is gathered, with the spans of the nodes in it."""
         flat = segment.flat.view(self.node.world, -1)[self.node.rank]
-        return Segment(
-            flat, segment.spans.within(self.node.rank * flat.numel(), self.between.world), kept=segment.kept
-        )
+        spans = segment.spans.within(self.node.rank * flat.numel(), self.between.world)
+        return Segment(flat, spans, source=segment.source)
 
     def reduce_scatter(
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str

@@ -173,7 +173,7 @@ class FullyShardedDataParallel(StatefulWrapper):
 
     @property
     def _unit(self) -> Unit:
-        """Of the module that was sharded: the first one inside, whatever was put in between since."""
+        """Return the unit of the module that was sharded: the first one inside, whatever is in between."""
         return units_in(self._fsdp_wrapped_module)[0]
 
     def __getattr__(self, name: str) -> Any:

@@ -192,7 +192,7 @@ def _listed(model: nn.Module, groups: Iterable[Sequence[Any]]) -> list[list[List
 
 
 def _in_order(model: nn.Module, listed: Iterable[Listed]) -> list[Listed]:
-    """In that of the model's names, which is the same on every rank."""
+    """Return them in the order of the model's names, which is the same on every rank."""
     places = {name: place for place, name in enumerate(names_of(model).values())}
     return sorted(listed, key=lambda each: places[each.name])
 
@@ -234,7 +234,7 @@ _NUMBERS = {"step", "mu_product", "eta", "mu"}
 
 
 class _OfMembers(list[Any]):
-    """Of one key the values of a flat parameter's members."""
+    """Holds the values that a flat parameter's members have of one key."""
 
 
 def _joined(names: Sequence[str], state: Mapping[str, Any]) -> Mapping[str, Any]:

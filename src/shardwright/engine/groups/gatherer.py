@@ -21,7 +21,8 @@ from shardwright.params.param import ShardedParam
 from shardwright.policy import MixedPrecisionPolicy, SchedulePolicy
 from shardwright.quantized import encodings
 from shardwright.schedule.layout import ParamLayout
-from shardwright.transport.base import WHOLE, Comm, Gather, Segment, Sends
+from shardwright.transport.base import Comm, Gather, Segment
+from shardwright.transport.differences import WHOLE, Sends, differences_of
 from shardwright.transport.mesh import Axis
 
 if TYPE_CHECKING:
@@ -132,6 +133,12 @@ class Gatherer:
             if why:
                 unmet.append(f"its all-gathers send whole shards, not what has changed of them: {why}")
         self.unmet = tuple(unmet)
+
+    def choose_sends(self, segments: Sequence[Segment]) -> None:
+        """Have the transport send of these what ``sends`` says, from their next all-gather on."""
+        differences = differences_of(self.comm)
+        if differences is not None:
+            differences.send(segments, self.sends)
 
     def _why_no_rows(self, policy: SchedulePolicy) -> str:
         if len(self.params) > 1:

@@ -86,7 +86,7 @@ class ParamGroup:
         self.gatherer = choose(self.name, self.params, self.axis, self.policy, options, before)
         self.reducer.gatherer = self.gatherer
         if self._bound is not None:
-            self._bound.send(self.gatherer.sends)
+            self.gatherer.choose_sends(self._bound.segments)
 
     # ---- parameters
 
@@ -171,8 +171,8 @@ class ParamGroup:
         if bound is None or bound.policy is not self.policy or not bound.is_current():
             self._bound = None  # where an error comes now, the next time begins here, too
             self._bound = bound = self._bind()
-            # New segments have kept nothing, and are told what to send.
-            bound.send(self.gatherer.sends)
+            # Of new segments nothing is kept, and the transport is told what to send.
+            self.gatherer.choose_sends(bound.segments)
         for pair in self.gatherer.decoding.frozen:
             pair.check_frozen()
         self.trainable = bound.follow_freezing()

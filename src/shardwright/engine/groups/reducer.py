@@ -129,7 +129,7 @@ class Reducer:
         return dict(zip(params, cast(list(grads.values()), self._reduce_dtypes(params)), strict=True))
 
     def _reduce_dtypes(self, params: Sequence[ShardedParam]) -> list[torch.dtype]:
-        """In which their gradients are summed over ranks and over microbatches."""
+        """Return the dtypes in which gradients are summed over ranks and over microbatches."""
         precision = self._precision
         if precision.reduce_dtype is not None:
             return [precision.reduce_dtype] * len(params)

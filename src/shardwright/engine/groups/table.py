@@ -11,7 +11,8 @@ from shardwright.engine.groups.group import ParamGroup, gathered_nbytes, grad_nb
 from shardwright.params.param import ShardedParam
 from shardwright.policy import SchedulePolicy, Wire
 from shardwright.schedule.schedule import Event, EventKind, GroupSpec, Phase
-from shardwright.transport.base import WHOLE, Comm, Sends
+from shardwright.transport.base import Comm
+from shardwright.transport.differences import WHOLE, Sends
 from shardwright.transport.link import free_nbytes, measured, what_pays
 from shardwright.transport.recorder import Label
 

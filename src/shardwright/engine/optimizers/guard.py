@@ -47,6 +47,8 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
 
         away.bring_state(optimizer, known.paged, known.on_host)
+    # Here, and not in a wrapper: whoever builds torch's Adafactor (a recipe, transformers' Trainer) writes no
+    # line for it, and other optimizers pay 0.08 us a step.
     # Not those of a step that raised: the caller may have cleared these gradients since.
     known.hidden = step_whole(optimizer) if isinstance(optimizer, Adafactor) else []
     if kwargs.get("closure") is None and not any(map(callable, args[1:])):  # a closure brings gradients

@@ -86,9 +86,9 @@ def _filled(params: Sequence[ShardedParam]) -> list[Segment]:
     for param in params:
         bound = param.gather_segment()
         if id(bound) not in segments:
-            # With what is kept of it: a difference counts from the message before, whether or not that was
-            # used here.
-            segments[id(bound)] = Segment(torch.empty_like(bound.flat), bound.spans, kept=bound.kept)
+            # Of the same source: a difference counts from the message before, whether or not that was used
+            # here.
+            segments[id(bound)] = Segment(torch.empty_like(bound.flat), bound.spans, source=bound.source)
         if param.own.numel():
             start = param.own.storage_offset() - bound.flat.storage_offset()
             own = segments[id(bound)].flat.as_strided(param.own.shape, param.own.stride(), start)

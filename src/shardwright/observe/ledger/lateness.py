@@ -209,7 +209,7 @@ def _steps(of: Sequence[Late]) -> int:
 
 
 def _share(ledger: Ledger, rank: int, steps: set[int], causes: Container[str] | None = None) -> float:
-    """Of the others' time in these steps, what they waited for a rank; by these causes alone."""
+    """Return the share of the others' time in which they waited for a rank, by these causes alone."""
     waited_s = sum(
         line.seconds
         for line in ledger.lines

@@ -17,6 +17,7 @@ from shardwright.engine.optimizers.registry import registry
 from shardwright.engine.unit import unit_of, units_in
 from shardwright.observe.memory.report import NO_GROUP, Amount, Category, MemoryReport, merged
 from shardwright.transport.cpu.pages import allocated_nbytes
+from shardwright.transport.differences import differences_of
 
 
 def group_names(model: nn.Module) -> dict[ParamGroup, str]:
@@ -80,7 +81,9 @@ def _known(names: dict[ParamGroup, str], device: torch.device) -> list[Amount]:
         in_flight = [reduction for reduction, _ in gradients.flying.values()]
         tally.add(Category.TRANSPORT, name, _tensors_of(in_flight))
         if device.type == "cpu":
-            coded = sum(face.segment.kept.nbytes for face in faces if face.segment.kept is not None)
+            differences = differences_of(group.axis.comm)
+            kept = [differences.of(face.segment) for face in faces] if differences else []
+            coded = sum(each.nbytes for each in kept if each is not None)
             tally.amounts.append(Amount(Category.TRANSPORT, name, coded))
     return tally.amounts
 

@@ -74,7 +74,7 @@ def within(seconds: float, call: Any, *arguments: Any) -> Any:
 
 
 def addresses(name: str) -> list[str]:
-    """Those that a name leads to, the first first; none where it is unknown, or nobody answers in time."""
+    """Return the addresses of a name, in order; none where it is unknown, or nobody answers in time."""
     try:
         found = within(_NAME_S, socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)
     except OSError:  # TimeoutError is one

@@ -46,7 +46,7 @@ def offsets(rings: Sequence[Ring]) -> dict[int, ClockOffset]:
 
 
 def _pairs(rings: Sequence[Ring]) -> dict[int, dict[int, tuple[float, float]]]:
-    """By rank and other rank: how far the other's clock is ahead, and the error of that."""
+    """Return by rank and other rank how far the other's clock is ahead, and the error of that."""
     met: dict[tuple[str, int], dict[int, tuple[float, float]]] = defaultdict(dict)
     for ring in rings:
         for each in ring.records:

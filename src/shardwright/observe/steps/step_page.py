@@ -64,7 +64,7 @@ def save_page(
 
 
 def _chosen(rings: Sequence[Ring], count: int) -> list[Ring]:
-    """With the last ``count`` steps that all of them have whole, and nothing else; the running one, where
+    """Keep the last ``count`` steps that all of them have whole, and nothing else; the running one, where
     none is whole. Seconds begin with the first of them."""
     if not any(ring.records for ring in rings):
         raise InputError("nothing is on record: no forward of a sharded model has run in these processes")

@@ -82,7 +82,7 @@ def last_trace(labels: tuple[Label, ...]) -> Trace:
 def _last_passes(
     labels: tuple[Label, ...],
 ) -> Mapping[Phase, tuple[float, list[tuple[Event, tuple[Action, ...], float, float]]]]:
-    """Of the last whole pass of each phase of the model whose groups have these labels: when it began, and
+    """Return of the last whole pass of each phase of the model with these labels when it began, and
     its events with what was done there, from when to when. Other models, and passes inside of it, are left
     out."""
     found: dict[Phase, tuple[float, list[Any]]] = {}

@@ -202,7 +202,7 @@ class FlightRecorder:
 
 
 def _own_logs() -> dict[str, LaunchLog]:
-    """By torch's name of the process group that a transport of ours travels on."""
+    """Return our launch logs by torch's name of the process group that they travel on."""
     return {group.group_name: log for log in process_state.logs for group in log.groups}
 
 

@@ -40,7 +40,7 @@ _STORE_S = 1.0  # at most, for each answer of the store to a process that ends
 
 
 class _Lifecycle:
-    """Of this process: the watch that is on, over which default group; what was chosen; the hooks' state."""
+    """Holds this process' watch, the default group that it is of, what was chosen, and the hooks' state."""
 
     def __init__(self) -> None:
         self.policy: WatchPolicy | None = None

@@ -309,7 +309,7 @@ class Watch:
         return self._heard(self.exchange.call(self.policy.answer_s, self._answer, number))
 
     def _heard(self, found: Findings) -> Findings:
-        """Beside what was asked: since when ranks are silent, which connections are closed, who is where."""
+        """Add since when ranks are silent, which connections are closed, and who is where."""
         now = clock.monotonic()
         # Who has made a transport with this rank was there, and has begun to watch: it may be gone since.
         met = {rank for log in tuple(process_state.logs) if log.ring for rank in log.ranks}

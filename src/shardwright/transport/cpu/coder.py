@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from shardwright.checksum import crc32
-from shardwright.transport.base import Kept, Version
 from shardwright.transport.cpu.views import skip, view_of
+from shardwright.transport.differences import Kept, Version
 
 try:
     import zstandard  # pyright: ignore[reportMissingImports]

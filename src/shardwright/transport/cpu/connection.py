@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright import clock
-from shardwright.transport.base import Kept
 from shardwright.transport.cpu.coder import Damaged
 from shardwright.transport.cpu.message import (
     CODED,
@@ -33,6 +32,7 @@ from shardwright.transport.cpu.message import (
 from shardwright.transport.cpu.pages import take_bytes
 from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import RUN, crc32_of, skip, view_of, views_of
+from shardwright.transport.differences import Kept
 
 TEXT_NBYTES = 4096  # at most, of such a message
 

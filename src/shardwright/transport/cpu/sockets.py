@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from shardwright import clock
-from shardwright.transport.base import Comm, Kept, Segment, sum_in_rank_order, whole_place
+from shardwright.transport.base import Comm, Segment, sum_in_rank_order, whole_place
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
 from shardwright.transport.cpu.message import coded_message, message_of
 from shardwright.transport.cpu.peers import Peers, hops
 from shardwright.transport.cpu.transfer import CollectiveFailure, Transfer, Worker
 from shardwright.transport.cpu.views import views_of
+from shardwright.transport.differences import Differences, Kept
 from shardwright.transport.streams import Streams
 
 _MOST_AT_ONCE = 4
@@ -49,6 +50,7 @@ class SocketComm(Comm):
         self.log = peers.endpoint.log
         self.sent_nbytes = self.coded_nbytes = 0
         self.exposed_s: float | None = 0.0
+        self.differences = Differences()
         self._loop = peers.loop
         self._coder = Worker("shardwright-coder", peers.endpoint.fail)
         self._by_peer: dict[int, dict[int, Connection]] = {}
@@ -72,10 +74,11 @@ class SocketComm(Comm):
                 if nbytes:
                     filled = [segment for segment in segments if segment.part_nbytes(peer)]
                     places = views_of(segment.part(peer) for segment in filled)
-                    connections[peer].receive(transfer, nbytes, places, [each.kept for each in filled])
+                    connections[peer].receive(transfer, nbytes, places, [*map(self.differences.of, filled)])
             own = [segment for segment in segments if segment.part_nbytes(self.rank)]
-            if own and any(each.kept is not None and each.kept.is_used for each in own):
-                parts, kept = [each.part(self.rank) for each in own], [each.kept for each in own]
+            kept = [*map(self.differences.of, own)]
+            if any(each is not None and each.is_used for each in kept):
+                parts = [each.part(self.rank) for each in own]
                 self._send_coded(list(connections.values()), transfer, parts, kept)
             else:
                 # One message for all peers, so that its bytes are summed once.
@@ -230,7 +233,7 @@ class SocketComm(Comm):
 
 
 def _message(transfer: Transfer, parts: Sequence[torch.Tensor]) -> Sequence[memoryview]:
-    """That of ``parts``; empty where all of them are."""
+    """Return the message of ``parts``; empty where all of them are."""
     views = views_of(parts)
     return message_of(transfer.launch, views) if views else []
 
