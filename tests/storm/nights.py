@@ -20,6 +20,7 @@ from torch import nn
 from shardwright import SchedulePolicy, fully_shard
 from shardwright.checkpoint import latest, load, save
 from shardwright.errors import ShardwrightError
+from shardwright.transport.mesh import default_mesh
 from shardwright.transport.process import process_state
 from tests.storm.job import SWAPPED, Gloo, Job, simulated
 from tests.storm.network import Network
@@ -85,7 +86,8 @@ class Plan:
 
     worlds: of each attempt the hosts of its ranks. uniform: how often ranks run the same. every: steps
     between saves. keeps_store: all attempts have one store. network: see ``Network``. faults: one of each
-    attempt.
+    attempt. copies: of the model, each sharded over as many ranks, where that divides the world; over_all:
+    over all of them.
     """
 
     seed: int
@@ -103,6 +105,8 @@ class Plan:
     network: tuple[float, float, float]
     faults: list[Fault]
     frozen: list[tuple[int, int]]
+    copies: int = 1
+    over_all: bool = False
 
     def is_frozen(self, group: int, step: int) -> bool:
         first, end = self.frozen[group] if group < len(self.frozen) else (0, 0)  # the root is always trained
@@ -140,11 +144,18 @@ def drawn(seed: int) -> Plan:
         )
         for number, hosts in enumerate(worlds)
     ]
+    widths = [chance.randint(1, 9) for _ in range(num_blocks + 1)]
+    reshard: list[bool | int | None] = [chance.choice((True, False, None)) for _ in range(num_blocks + 1)]
+    mesh = random.Random(f"mesh {seed}")  # of its own: seeds that have found something draw what they drew
+    copies = mesh.choice((1, 1, 2))
+    for group in range(num_blocks + 1):
+        if mesh.random() < 0.2:
+            reshard[group] = mesh.choice((2, 3))
     return Plan(
         seed,
-        [chance.randint(1, 9) for _ in range(num_blocks + 1)],
+        widths,
         policy,
-        [chance.choice((True, False, None)) for _ in range(num_blocks + 1)],
+        reshard,
         steps=steps,
         every=chance.randint(2, 5),
         worlds=worlds,
@@ -165,6 +176,8 @@ def drawn(seed: int) -> Plan:
             else (0, 0)
             for _ in range(num_blocks)
         ],
+        copies=copies,
+        over_all=copies > 1 and mesh.random() < 0.4,
     )
 
 
@@ -245,9 +258,14 @@ class Night:
         process_state.transport = "sockets"
         own: Process = self.sim.here
         model = Model(plan.widths)
-        for block, reshard in zip(model.blocks, plan.reshard, strict=False):
-            fully_shard(block, reshard_after_forward=reshard)
-        fully_shard(model, reshard_after_forward=plan.reshard[-1])
+        copies = plan.copies if world % plan.copies == 0 else 1
+        options: dict[str, Any] = {}
+        if copies > 1:
+            options = {"mesh": default_mesh(world // copies), "shard_over_all": plan.over_all}
+        for module, reshard in zip([*model.blocks, model], plan.reshard, strict=True):
+            smaller = type(reshard) is int
+            fits = not smaller or not (options.get("shard_over_all") or world // copies % reshard)
+            fully_shard(module, reshard_after_forward=reshard if fits else True, **options)
         model.set_schedule_policy(plan.policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=plan.momentum)
         began = 0
@@ -312,9 +330,13 @@ class Night:
     def check(self, model: nn.Module, attempt: int, rank: int, world: int, step: int) -> None:
         """This rank's shards are those of one process."""
         weights = self.after(attempt, step)
+        copies = self.plan.copies if world % self.plan.copies == 0 else 1
+        num, place = world // copies, rank % (world // copies)
+        if self.plan.over_all:
+            num, place = world, place * copies + rank // num
         for param, whole in zip((*(b.w for b in model.blocks), model.w), weights, strict=True):
-            size = -(-len(whole) // world)
-            own = whole[rank * size : (rank + 1) * size]
+            size = -(-len(whole) // num)
+            own = whole[place * size : (place + 1) * size]
             found = param.to_local().tolist()  # type: ignore[attr-defined]
             assert found == own, f"rank {rank} has {found} after step {step}, {own} is right"
 

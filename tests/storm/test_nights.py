@@ -17,6 +17,7 @@ KEPT = {
     "a host that goes dark before the watch of its ranks has begun is missed": replace(
         drawn(2916860656), worlds=drawn(2916860656).worlds[:1], faults=drawn(2916860656).faults[:1]
     ),
+    "ranks of two nodes that take other routes launch the second hops in one order": drawn(56),
 }
 """Nights that have found a fault, and what is right now."""
 FRESH_S = 20.0

@@ -164,9 +164,9 @@ class Attempt:
         return _came(self.meet, seconds, 8 * self._world if self._rank else 1, *_POLLS_S)
 
     @property
-    def missing(self) -> str:
-        """Who hasn't come, for messages."""
-        return f"ranks {sorted(self._unmet)}" if self._rank == 0 else "the first of them"
+    def missing(self) -> list[int]:
+        """Who hasn't come, as far as this rank can tell: all others wait for the first."""
+        return sorted(self._unmet) if self._rank == 0 else [0]
 
     def keys(self) -> Store:
         """Where this attempt's keys lie, for a rank that has the token."""
@@ -219,7 +219,7 @@ def keys_of(ranks: Sequence[int], timeout: timedelta, what: str) -> Store:
     members = PrefixStore(f"group/{short(ranks)}", job_store())
     wait = Launch(0, what.removeprefix("to "), process_state.phase, process_state.step)
     with LaunchLog(ranks, "meeting ").waiting(wait):
-        return _met(members, ours, len(ranks), timeout, what).keys()
+        return _met(members, ours, ranks, timeout, what).keys()
 
 
 def join_job(backend: str | None, timeout: timedelta) -> None:
@@ -234,7 +234,7 @@ def join_job(backend: str | None, timeout: timedelta) -> None:
 
 def _join(backend: str | None, timeout: timedelta) -> None:
     store, rank, world = next(rendezvous("env://", timeout=timeout))
-    attempt = _met(store, rank, world, timeout, "to start")
+    attempt = _met(store, rank, range(world), timeout, "to start")
     if process_is_ours() and sys.platform == "linux" and os.environ.get(_GLOO_OVER, "TCP") == "TCP":
         os.environ.setdefault(_GLOO_LAZY, "1")  # elsewhere torch refuses it
     dist.init_process_group(backend, store=attempt.keys(), rank=rank, world_size=world, timeout=timeout)
@@ -246,7 +246,7 @@ def _of_this_attempt(torchs: Callable[..., Iterator[_Found]]) -> Callable[..., I
     def found(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[_Found]:
         for store, rank, world in torchs(url, timeout=timeout, **options):
             if os.environ.get(_AGENTS_STORE) == "True" and process_is_ours():
-                yield _met(store, rank, world, timeout, "to start").keys(), rank, world
+                yield _met(store, rank, range(world), timeout, "to start").keys(), rank, world
             else:
                 yield store, rank, world
 
@@ -270,15 +270,15 @@ def needing_store(what: str) -> Iterator[None]:
         ) from error
 
 
-def _met(store: Store, rank: int, world: int, timeout: timedelta, what: str) -> Attempt:
+def _met(store: Store, place: int, ranks: Sequence[int], timeout: timedelta, what: str) -> Attempt:
     seconds = timeout.total_seconds()
     with needing_store(what):
-        attempt = Attempt(store, rank, world)
+        attempt = Attempt(store, place, len(ranks))
         all_came = attempt.meet_within(seconds)
     if not all_came:
         raise CommError(
-            f"waited {seconds:.0f} s for other ranks {what}, and {attempt.missing} did not come: look at "
-            "what the launcher says of them"
+            f"waited {seconds:.0f} s for other ranks {what}, and ranks {[ranks[n] for n in attempt.missing]} "
+            "did not come: look at what the launcher says of them"
         )
     return attempt
 

@@ -69,10 +69,15 @@ class TwoLevelComm(Comm):
 
     def go_on(self) -> None:
         """See ``Comm.go_on``: the second hops of all-gathers, which a rank of the node may wait for."""
-        for each in (*self._gathers, self._last):
-            if each is not None:
-                each.go_on()
-        self._gathers, self._last = [], None
+        self._issue_gathers()
+        if self._last is not None:
+            self._last.go_on()
+            self._last = None
+
+    def _issue_gathers(self) -> None:
+        for each in self._gathers:
+            each.go_on()
+        self._gathers = []
 
     def _of_place(self, segment: Segment) -> Segment:
         """This place's part of what is gathered, with the spans of the nodes in it."""
@@ -94,6 +99,8 @@ class TwoLevelComm(Comm):
         # Issued a reduction ago, so its first hop has most likely ended.
         if self._last is not None:
             self._last.go_on()
+        # Before it on every rank: one that doesn't use what is gathered would wait for it after this.
+        self._issue_gathers()
         first = self.node.reduce_scatter(near, dtypes, key)
         self._last = made = _TwoReductions(first, self.between, far, list(dtypes), key)
         if self.between.streams is not None:

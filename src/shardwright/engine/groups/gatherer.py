@@ -180,6 +180,7 @@ class Gatherer:
         place_of: where to, in memory that is held. name: the group's, for messages.
         """
         if kept and self.smaller_world is not None:
+            self.comm.go_on()  # the smaller world may be the second hop's: its launches keep one order
             return self.smaller_world.gather(place_of, f"all-gather {name} over the smaller world")
         if self.rows is None:
             return None

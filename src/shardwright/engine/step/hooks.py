@@ -216,8 +216,8 @@ class ModuleHooks:
                 warn_of_late(root, runtime)
             phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
             # torch doesn't call ``after`` for a KeyboardInterrupt: the stack says whether the forward runs.
-            # A ``__call__`` of the swapped class would be a frame more in each call of each sharded module, in
-            # its traceback, and no faster: 0.06 us for each; this takes 0.7 us once a forward.
+            # A ``__call__`` of the swapped class would be a frame more in each call of each sharded module,
+            # and in tracebacks, and no faster: 0.06 us for each; this takes 0.7 us once a forward.
             runtime.begin(phase, CallingFrame(2).runs, Entry(unit.name, unit.groups_needed))
         if unit.now.number != runtime.pass_number:
             self._calls.clear()
