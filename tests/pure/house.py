@@ -145,8 +145,8 @@ def _targets(node: ast.AST, folder: str, modules: set[str]) -> Iterator[str]:
         for alias in node.names:
             inner = f"{base}.{alias.name}".lstrip(".")
             yield inner if inner in modules else base
-    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        name = str(node.args[0].value)  # of import_module
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        name = str(getattr(node.args[0], "value", ""))
         if name.startswith(f"{PACKAGE}."):
             yield name[len(PACKAGE) + 1 :]
 

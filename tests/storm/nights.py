@@ -108,6 +108,9 @@ class Plan:
     copies: int = 1
     over_all: bool = False
 
+    def copies_in(self, world: int) -> int:
+        return self.copies if world % self.copies == 0 else 1
+
     def is_frozen(self, group: int, step: int) -> bool:
         first, end = self.frozen[group] if group < len(self.frozen) else (0, 0)  # the root is always trained
         return first <= step < end
@@ -146,7 +149,7 @@ def drawn(seed: int) -> Plan:
     ]
     widths = [chance.randint(1, 9) for _ in range(num_blocks + 1)]
     reshard: list[bool | int | None] = [chance.choice((True, False, None)) for _ in range(num_blocks + 1)]
-    mesh = random.Random(f"mesh {seed}")  # of its own: seeds that have found something draw what they drew
+    mesh = random.Random(f"mesh {seed}")  # of its own, so that all else of a seed is drawn as before
     copies = mesh.choice((1, 1, 2))
     for group in range(num_blocks + 1):
         if mesh.random() < 0.2:
@@ -258,14 +261,14 @@ class Night:
         process_state.transport = "sockets"
         own: Process = self.sim.here
         model = Model(plan.widths)
-        copies = plan.copies if world % plan.copies == 0 else 1
+        copies = plan.copies_in(world)
         options: dict[str, Any] = {}
         if copies > 1:
             options = {"mesh": default_mesh(world // copies), "shard_over_all": plan.over_all}
         for module, reshard in zip([*model.blocks, model], plan.reshard, strict=True):
-            smaller = type(reshard) is int
-            fits = not smaller or not (options.get("shard_over_all") or world // copies % reshard)
-            fully_shard(module, reshard_after_forward=reshard if fits else True, **options)
+            if type(reshard) is int and (options.get("shard_over_all") or world // copies % reshard):
+                reshard = True  # there is no such smaller world
+            fully_shard(module, reshard_after_forward=reshard, **options)
         model.set_schedule_policy(plan.policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=plan.momentum)
         began = 0
@@ -330,7 +333,7 @@ class Night:
     def check(self, model: nn.Module, attempt: int, rank: int, world: int, step: int) -> None:
         """This rank's shards are those of one process."""
         weights = self.after(attempt, step)
-        copies = self.plan.copies if world % self.plan.copies == 0 else 1
+        copies = self.plan.copies_in(world)
         num, place = world // copies, rank % (world // copies)
         if self.plan.over_all:
             num, place = world, place * copies + rank // num

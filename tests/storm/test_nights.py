@@ -45,7 +45,9 @@ def test_a_bit_that_flips_on_the_way_is_told_in_time_and_never_taken_in():
 
 @pytest.mark.parametrize(("rank", "every"), [(0, 20), pytest.param(1, 120, marks=pytest.mark.slow)])
 def test_whenever_a_host_goes_dark_as_ranks_start_the_other_says_who_or_the_store_is_lost(rank, every):
-    plan = replace(drawn(2), worlds=[["host 0", "host 1"]], steps=1, network=(2e-5, 0.0, float("inf")))
+    plan = replace(
+        drawn(2), worlds=[["host 0", "host 1"]], steps=1, network=(2e-5, 0.0, float("inf")), copies=1
+    )
     for events in range(10, 500, every):  # the store is on the host of rank 0
         lived(replace(plan, faults=[Fault("dark", rank=rank, events=events)]))
 

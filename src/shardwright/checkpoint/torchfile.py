@@ -59,13 +59,13 @@ def _check_zip(file: Any) -> None:
         raise ValueError("it is no zip file, as torch.save has written since torch 1.6; save it again")
     with zipfile.ZipFile(file) as packed:
         infos = packed.infolist()
+        if any(info.compress_type != zipfile.ZIP_STORED for info in infos):  # nothing is read of it
+            raise ValueError("its data is compressed; save it again with torch.save")
         orders = {packed.read(info) for info in infos if info.filename.endswith("/byteorder")}
         pickles = [packed.read(info) for info in infos if info.filename.endswith("/data.pkl")]
     # torch 2.15 looks into the indices that it loads, which have no data here (data-dependent, it says).
     if any(b"_rebuild_sparse" in each for each in pickles):
         raise ValueError("it holds sparse tensors, of which no ranges can be read; save tensor.to_dense()")
-    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        raise ValueError("its data is compressed; save it again with torch.save")
     if orders - {sys.byteorder.encode()}:
         raise ValueError(f"its bytes are in the order {orders}, this host's are {sys.byteorder}-endian")
     file.seek(0)

@@ -248,7 +248,7 @@ def _changing(found: Sequence[Level]) -> list[Level]:
     always = min((level.nbytes[other] for level in found if other in level.nbytes), default=0)
     name = f"{other} ({in_words(always)} not drawn)"
     # On top of the others, though the first level may lack some of these.
-    kinds = sorted(dict.fromkeys(each for level in found for each in level.nbytes), key=other.__eq__)
+    kinds = sorted(dict.fromkeys(each for level in found for each in level.nbytes), key=lambda e: e == other)
     return [
         level._replace(
             nbytes={

@@ -69,20 +69,20 @@ class SocketComm(Comm):
         with self._beginning():
             transfer = self._transfer(key, [segment.flat for segment in segments])
             connections = self._to_all(GATHERS)
+            known = [(segment, self.differences.of(segment)) for segment in segments]
             for peer in self._peers:
                 nbytes = sum(segment.part_nbytes(peer) for segment in segments)
                 if nbytes:
-                    filled = [segment for segment in segments if segment.part_nbytes(peer)]
-                    places = views_of(segment.part(peer) for segment in filled)
-                    connections[peer].receive(transfer, nbytes, places, [*map(self.differences.of, filled)])
-            own = [segment for segment in segments if segment.part_nbytes(self.rank)]
-            kept = [*map(self.differences.of, own)]
+                    filled = [(segment, kept) for segment, kept in known if segment.part_nbytes(peer)]
+                    places = views_of(segment.part(peer) for segment, _ in filled)
+                    connections[peer].receive(transfer, nbytes, places, [kept for _, kept in filled])
+            own = [(segment, kept) for segment, kept in known if segment.part_nbytes(self.rank)]
+            parts, kept = [segment.part(self.rank) for segment, _ in own], [kept for _, kept in own]
             if any(each is not None and each.is_used for each in kept):
-                parts = [each.part(self.rank) for each in own]
                 self._send_coded(list(connections.values()), transfer, parts, kept)
             else:
                 # One message for all peers, so that its bytes are summed once.
-                message = _message(transfer, [each.part(self.rank) for each in own])
+                message = _message(transfer, parts)
                 for peer in self._peers:
                     self._send(connections[peer], transfer, message)
         self._loop.go()
