@@ -56,7 +56,7 @@ def test_the_first_rank_says_who_has_not_come(store):
     first = Attempt(store, 0, 3)
     meet(first, Attempt(store, 1, 3))
     assert not first.meet_within(0.01)
-    assert first.missing == "ranks [2]"
+    assert first.missing == [2]
 
 
 def starts_again(rank, world, port):
