@@ -394,7 +394,14 @@ def before_numbers(check: Callable[[Any], None]) -> None:
 def new_group_of(ranks: Sequence[int], timeout: timedelta, backend: str) -> Any:
     """``dist.new_group`` among ``ranks``, which all call it, in this order (see ``check_order``)."""
     options: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
-    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, **options)
+    # Where the world is bound to a device torch splits its communicator for a new group, which all ranks of the
+    # world would have to call, those outside of the group, too: they don't, and the others would hang.
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, **options)
+    finally:
+        world.bound_device_id = device
 
 
 def check_order(ranks: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ from shardwright.transport.streams import Streams
 from shardwright.transport.two_level import TwoLevelComm
 from tests.device import cases
 from tests.device.kernels import Kernels, put_on_host
-from tests.device.sim import Device, Event, Part, Stream, World, resizing
+from tests.device.sim import BackendStream, Device, Event, Part, Stream, World, resizing
 
 if not hasattr(ThreadLocalWorld, "comms"):
     ThreadLocalWorld.comms = property(lambda _: [])  # torch 2.11 asks for them, and has forgotten them there
@@ -176,11 +176,11 @@ class Simulated(cases.Place):
         if self._group(group).size() > 1:
             self._group(group).allreduce_coalesced([total.view(1)]).wait()
 
-    def stream(self) -> Stream:
-        return Stream(self._accelerator)
+    def stream(self) -> BackendStream:
+        return BackendStream(self._accelerator)
 
     def beside(self, call: Callable[[], Any]) -> Event:
-        stream = self.stream()
+        stream = Stream(self._accelerator)
         stream.wait_event(self._accelerator.current[-1].record_event())
         with stream:
             call()
