@@ -394,14 +394,7 @@ def before_numbers(check: Callable[[Any], None]) -> None:
 def new_group_of(ranks: Sequence[int], timeout: timedelta, backend: str) -> Any:
     """``dist.new_group`` among ``ranks``, which all call it, in this order (see ``check_order``)."""
     options: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
-    # Where the world is bound to a device torch splits its communicator for a new group, which all ranks of the
-    # world would have to call, those outside of the group, too: they don't, and the others would hang.
-    world: Any = dist.group.WORLD
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, **options)
-    finally:
-        world.bound_device_id = device
+    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, **options)
 
 
 def check_order(ranks: Sequence[int]) -> None:
@@ -464,15 +457,15 @@ def default_store() -> Store:
 
 @contextmanager
 def default_store_is(store: Store) -> Generator[None]:
-    """``dist.new_group``, which takes no store, makes its keys in this one meanwhile. Not for two threads."""
-    default = dist.group.WORLD
-    assert default is not None
-    kind, before = _world.pg_map[default]
-    _world.pg_map[default] = (kind, store)
+    """``dist.new_group``, which takes no store, makes its keys in this one meanwhile. It doesn't split the
+    communicator of a world that is bound to a device, which waits for all its ranks. Not for two threads."""
+    default: Any = dist.group.WORLD
+    (kind, before), device = _world.pg_map[default], default.bound_device_id
+    _world.pg_map[default], default.bound_device_id = (kind, store), None
     try:
         yield
     finally:
-        _world.pg_map[default] = (kind, before)
+        _world.pg_map[default], default.bound_device_id = (kind, before), device
 
 
 def flight_records(entries: bool) -> list[dict[str, Any]]:

@@ -104,8 +104,8 @@ class Stream:
         return Event(self)
 
     def wait_event(self, event: Event) -> None:
-        """As torch.Stream, which waits for nothing where the event is one of torch.cuda's: their events lie in
-        a field that it doesn't read."""
+        """As torch.Stream, which waits for nothing where the event is one of torch.cuda's: those have a field
+        that it doesn't read."""
         if not event.done and not self.device.waits_for_nothing and not isinstance(event, BackendEvent):
             self.put([event])
 

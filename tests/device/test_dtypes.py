@@ -58,7 +58,10 @@ def test_any_dtype_is_gathered_in_one_call_with_all_others():
 
 def test_complex_gradients_are_summed():
     def reduce(comm, group, rank):
-        grads = [torch.full((8,), rank + 1, dtype=dtype) * (2 - 1j) for dtype in (torch.complex64, torch.complex128)]
+        grads = [
+            torch.full((8,), rank + 1, dtype=dtype) * (2 - 1j)
+            for dtype in (torch.complex64, torch.complex128)
+        ]
         dtypes = [grad.dtype for grad in grads]
         segments = [Segment(grad, equal_spans(4, 2)) for grad in grads]
         sums = comm.reduce_scatter(segments, dtypes, "reduce").wait()

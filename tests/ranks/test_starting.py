@@ -49,8 +49,8 @@ def test_training_goes_on_however_the_process_group_was_made(form):
 
 
 def makes_a_group_apart(rank, world):
-    """In a world that is bound to a device, as by ``init_process_group(device_id=...)``, of which torch splits
-    the communicator for a new group: a collective of all ranks."""
+    """In a world that is bound to a device, as by ``init_process_group(device_id=...)``: torch splits its
+    communicator for a new group, which is a collective of all ranks."""
     device = dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     c10d = dist.distributed_c10d
     with pytest.MonkeyPatch.context() as patch:

@@ -370,7 +370,8 @@ def close(group: ProcessGroup) -> None:
     if names != {"gloo"}:  # NCCL, or what another accelerator has
         with contextlib.suppress(RuntimeError):
             group.abort()
-    for shift in range(1, group.size() if "gloo" in names else 1):  # a peer that has closed its end tells at once, and closes only that
+    for shift in range(1, group.size() if "gloo" in names else 1):
+        # A peer that has closed its end tells at once, and closes only that.
         with contextlib.suppress(RuntimeError):  # the time limit, or a connection that is closed already
             peer = (group.rank() + shift) % group.size()
             group.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(datetime.timedelta(milliseconds=1))

@@ -66,7 +66,6 @@ class ProcessGroupComm(Comm):
         self.exposed_s: float | None = 0.0 if streams is None else None
         self._gather_group = gather_group
         self._reduce_group = reduce_group
-        self._coalesce = streams is not None
         self.streams = streams
         self.times = None if streams is None or self.world == 1 else streams.times
         self._host = host
@@ -99,12 +98,12 @@ class ProcessGroupComm(Comm):
 
     def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
         begun = None if self.times is None else self.times.begin()
-        # As bytes: NCCL has no int16, complex or float8_e8m0fnu, Gloo no float8; and one call moves all dtypes.
+        # As bytes: NCCL has no int16, complex or float8_e8m0fnu, Gloo no float8. One call moves all dtypes.
         flats = [segment.flat for segment in segments if segment.flat.numel()] if self.world > 1 else []
         outputs = [flat.view(torch.uint8) for flat in flats]
         inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
         self.sent_nbytes += sum([shard.nbytes for shard in inputs]) * (self.world - 1)
-        if self._coalesce and outputs:
+        if self.streams is not None and outputs:
             options = AllgatherOptions()
             options.asyncOp = True
             flight.add(all_gather_coalesced_of(self._gather_group)(outputs, inputs, options))
@@ -147,7 +146,7 @@ class ProcessGroupComm(Comm):
         for members in _by_dtype(inputs).values():
             places, terms = ([_as_reals(side[i]) for i in members] for side in (outputs, inputs))
             self.sent_nbytes += sum([place.nbytes for place in places]) * (self.world - 1)
-            if self._coalesce:
+            if self.streams is not None:
                 options = ReduceScatterOptions()
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
                 options.asyncOp = True
@@ -184,11 +183,6 @@ class ProcessGroupComm(Comm):
             if self.times is not None:
                 self.times.end(begun, self.log.name, flight.launch, flight.works)
         return _NcclReduction(flight, [], list(values), [each.numel() for each in values])
-
-    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
-        """See ``Comm.gather``."""
-        found = self.gather_many([shard], [spans], dst)
-        return None if found is None else found[0]
 
     def gather_many(
         self, shards: Sequence[torch.Tensor], spans: Sequence[Sequence[tuple[int, int]]], dst: int

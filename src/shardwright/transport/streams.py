@@ -32,7 +32,7 @@ streams run as far apart as events allow and finds every race, also that each ru
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -88,7 +88,7 @@ class Streams:
         current: Callable[[], Any],
         captures: Callable[[], bool] = bool,
         make_event: Callable[[], Any] | None = None,
-        on_device: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        on_device: Any = nullcontext,
     ) -> None:
         self._gather = make()
         self._reduce = make()
@@ -183,8 +183,8 @@ class Streams:
         Due(self._current()).wait(stream)
         with stream:
             yield
-            # Recorded on torch.Stream's side of it, that ``current`` gives: what a torch.cuda.Stream records
-            # is a torch.cuda.Event, whose field torch.Stream.wait_event doesn't read, so it waits for nothing.
+            # Recorded on torch.Stream's side of it, that ``current`` gives: a torch.cuda.Stream records a
+            # torch.cuda.Event, whose field torch.Stream.wait_event doesn't read, so it waits for nothing.
             ran = Due(self._current())
         ran.wait(self._current())
 
