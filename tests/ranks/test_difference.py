@@ -423,8 +423,10 @@ def test_on_a_host_without_free_memory_whole_shards_are_sent_and_explain_says_wh
 )
 @pytest.mark.slow
 def test_hundreds_of_steps_at_any_learning_rate_are_the_same_bit_for_bit(lr):
-    for (losses, bits, sent), (same_losses, same_bits, fewer) in zip(
-        *(run_ranks(2, trained, policy, BF16, 300, lr) for policy in (PLAIN, DIFFERENCE)), strict=True
-    ):
+    # Without the instructions for bfloat16 a core computes it at a hundredth of float32's speed.
+    plain, difference = (
+        run_ranks(2, trained, policy, BF16, 300, lr, limit_s=240.0) for policy in (PLAIN, DIFFERENCE)
+    )
+    for (losses, bits, sent), (same_losses, same_bits, fewer) in zip(plain, difference, strict=True):
         assert (same_losses, same_bits) == (losses, bits)
         assert sum(fewer[1:]) < 0.45 * sum(sent[1:])
