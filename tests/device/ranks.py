@@ -245,6 +245,7 @@ class Job:
         self._said: dict[Any, list[Any]] = {}
         self._num_said: Counter[Any] = Counter()
         self._places: dict[int, Simulated] = {}
+        self._streams: dict[Device, Streams] = {}
         self._pins = self.world.random.random() < 0.7
         # One for gathers and reductions, as there is on an accelerator; two leave more orders to the device.
         self._is_shared = self.world.random.random() < 0.5
@@ -304,7 +305,9 @@ class Job:
         device = self.world.device
         self._made[device.rank, tuple(ranks)] += 1
         name = tuple(ranks), self._made[device.rank, tuple(ranks)]
-        streams = self.rules(lambda: Stream(device), lambda: device.current[-1])
+        if device not in self._streams:  # one set for all transports, as Streams.of
+            self._streams[device] = self.rules(lambda: Stream(device), lambda: device.current[-1])
+        streams = self._streams[device]
         gathers = Communicator(device, ranks, (name, "gather"))
         reductions = gathers if self._is_shared else Communicator(device, ranks, (name, "reduce"))
         log = LaunchLog(ranks, device_type)

@@ -29,7 +29,7 @@ class Card(Place):
         self.card, self.device = card, card.kind
 
     def stream(self):
-        return torch.Stream(self.device)
+        return torch.get_device_module(self.device).Stream()  # the kind that users make
 
     def read(self, tensors):
         self.card.synchronize()

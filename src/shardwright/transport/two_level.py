@@ -104,8 +104,8 @@ class TwoLevelComm(Comm):
         first = self.node.reduce_scatter(near, dtypes, key)
         self._last = made = _TwoReductions(first, self.between, far, list(dtypes), key)
         if self.between.streams is not None:
-            with self.between.streams.reducing():
-                made.go_on()  # the reduce stream waits
+            with self.between.streams.following():
+                made.go_on()
             self._last = None
         return made
 
