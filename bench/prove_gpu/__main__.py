@@ -69,7 +69,10 @@ def sections(simulated: bool) -> list[Section]:
 
 
 def run(section: Section, device: str, worlds: list[int], limit_s: float, keep: Path | None = None) -> None:
-    """All runs of a section; what they leave is added to it. keep: a folder for rows, and for what ranks print."""
+    """All runs of a section; what they leave is added to it.
+
+    keep: a folder for rows, and for what each rank prints.
+    """
     began = time.monotonic()
     for world, setting in product(worlds[: section.num_worlds] or [0], section.settings):
         left_s = began + limit_s - time.monotonic()

@@ -289,7 +289,7 @@ def test_side_streams_go_before_compute(monkeypatch):
 
 
 def test_all_transports_that_a_thread_makes_on_a_device_share_few_streams(monkeypatch):
-    """Torch gives out 32 of a priority in turn: of many sets one's gather would be another's reduce stream."""
+    """Torch gives out 32 of a priority in turn: of many sets one's gather would be another's reduce."""
     made = []
     monkeypatch.setattr(torch, "Stream", lambda device, priority: made.append(device))
     monkeypatch.setattr(process_state, "streams", {})
