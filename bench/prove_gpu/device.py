@@ -36,8 +36,8 @@ OVER_LOOPBACK = {
     "TORCH_DIST_USE_NCCL2": "0",
 }
 """NCCL between ranks of one card. It refuses two of one bus id on one host, and tells hosts apart by a hash.
-With a ``NCCL_HOSTID`` each, ranks count as hosts and talk over its sockets, here on the loopback. From NCCL 2.30
-on a variable allows it, too; torch 2.15's own engine doesn't. Read in NCCL's source; not run yet."""
+With a ``NCCL_HOSTID`` each, ranks count as hosts and talk over its sockets, here on the loopback. From NCCL
+2.30 on a variable allows it, too; torch 2.15's own engine doesn't. Read in NCCL's source; not run yet."""
 _COMMUNICATES = ("nccl", "rccl", "ccl_", "gloo:", "c10d::")
 _MEASURED = "measured step"
 _BEGIN = (_MEASURED, "user_annotation")
@@ -93,8 +93,8 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class Device:
-    """kind: of device, as torch names it. simulated: CPU ranks are in its place. count: how many. shared: they
-    are ranks of one card."""
+    """kind: of device, as torch names it. simulated: CPU ranks are in its place. count: how many. shared:
+    they are ranks of one card."""
 
     kind: str
     simulated: bool

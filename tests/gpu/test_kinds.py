@@ -49,7 +49,7 @@ def on_card(device, rank, world, kind, poisons=False):
 @contextmanager
 def poison(device):
     """What is given back is overwritten on gather's stream, as soon as rule 2 of streams.py lets that write.
-    Modules compute late, behind a sleeping kernel. So what reads without being ordered reads something else."""
+    Modules compute late, behind a sleeping kernel: what reads without being ordered reads something else."""
     free = Buffer.free
 
     def overwritten(buffer):
