@@ -53,6 +53,12 @@ def test_whenever_a_host_goes_dark_as_ranks_start_the_other_says_who_or_the_stor
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(16))
+def test_every_rank_of_the_same_nights_has_the_weights_of_one_process_or_names_who_is_missing(seed):
+    lived(drawn(seed))
+
+
+@pytest.mark.exhaustive
 def test_every_rank_of_fresh_nights_has_the_weights_of_one_process_or_names_who_is_missing_in_time():
     began = time.monotonic()
     seed = int(time.time()) % 1_000_000 * 1000
