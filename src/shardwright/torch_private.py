@@ -457,15 +457,15 @@ def default_store() -> Store:
 
 @contextmanager
 def default_store_is(store: Store) -> Generator[None]:
-    """``dist.new_group``, which takes no store, makes its keys in this one meanwhile. Not for two threads."""
-    default = dist.group.WORLD
-    assert default is not None
-    kind, before = _world.pg_map[default]
-    _world.pg_map[default] = (kind, store)
+    """``dist.new_group``, which takes no store, makes its keys in this one meanwhile. It doesn't split the
+    communicator of a world that is bound to a device, which waits for all its ranks. Not for two threads."""
+    default: Any = dist.group.WORLD
+    (kind, before), device = _world.pg_map[default], default.bound_device_id
+    _world.pg_map[default], default.bound_device_id = (kind, store), None
     try:
         yield
     finally:
-        _world.pg_map[default] = (kind, before)
+        _world.pg_map[default], default.bound_device_id = (kind, before), device
 
 
 def flight_records(entries: bool) -> list[dict[str, Any]]:

@@ -29,13 +29,18 @@ from shardwright.transport.streams import Streams
 from shardwright.transport.two_level import TwoLevelComm
 from tests.device import cases
 from tests.device.kernels import Kernels, put_on_host
-from tests.device.sim import Device, Event, Part, Stream, World, resizing
+from tests.device.sim import BackendStream, Device, Event, Part, Stream, World, resizing
 
 if not hasattr(ThreadLocalWorld, "comms"):
     ThreadLocalWorld.comms = property(lambda _: [])  # torch 2.11 asks for them, and has forgotten them there
 saving = import_module("shardwright.checkpoint.save")  # the package shows the function of that name
 _TABLES = {name: value.__wrapped__ for name, value in vars(nf4).items() if hasattr(value, "cache_clear")}
 """Functions that keep tensors on the device of a process."""
+
+
+OF_NCCL = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.float32}
+OF_NCCL |= {torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+"""The dtypes that NCCL's collectives take, as torch hands them on."""
 
 
 class Communicator:
@@ -64,7 +69,7 @@ class Communicator:
         return Work(self._device, self._stream.record_event())
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, _: Any = None) -> "Work":
-        address = self._device.memory.address
+        address = _addresses(self._device)
         places, sources = [address(t) for t in outputs], [address(t) for t in inputs]
 
         def write(found: list[Any]) -> None:
@@ -74,7 +79,7 @@ class Communicator:
         return self._launch(lambda: [each.tensor().clone() for each in sources], write)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, _: Any = None) -> "Work":
-        address, rank = self._device.memory.address, self.rank()
+        address, rank = _addresses(self._device), self.rank()
         places, sources = [address(t) for t in outputs], [address(t) for t in inputs]
 
         def write(found: list[Any]) -> None:
@@ -90,7 +95,7 @@ class Communicator:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def allreduce_coalesced(self, tensors: Any, _: Any = None) -> "Work":
-        places = [self._device.memory.address(t) for t in tensors]
+        places = [*map(_addresses(self._device), tensors)]
 
         def write(found: list[Any]) -> None:
             for index, place in enumerate(places):
@@ -116,6 +121,16 @@ class Communicator:
             name = (self._name, *ranks)
             self._pairs[other] = Communicator(self._device, [self._ranks[each] for each in ranks], name)
         return self._pairs[other]._launch(read, write)
+
+
+def _addresses(device: Device) -> Callable[[torch.Tensor], Any]:
+    """Finds tensors of dtypes that NCCL has."""
+
+    def address(tensor: torch.Tensor) -> Any:
+        assert tensor.dtype in OF_NCCL, f"NCCL has no {tensor.dtype}"
+        return device.memory.address(tensor)
+
+    return address
 
 
 class Work:
@@ -176,11 +191,11 @@ class Simulated(cases.Place):
         if self._group(group).size() > 1:
             self._group(group).allreduce_coalesced([total.view(1)]).wait()
 
-    def stream(self) -> Stream:
-        return Stream(self._accelerator)
+    def stream(self) -> BackendStream:
+        return BackendStream(self._accelerator)
 
     def beside(self, call: Callable[[], Any]) -> Event:
-        stream = self.stream()
+        stream = Stream(self._accelerator)
         stream.wait_event(self._accelerator.current[-1].record_event())
         with stream:
             call()

@@ -41,6 +41,12 @@ class Event:
         self.stream, self.number = stream, stream.queued
         self.at = 0.0
 
+    def again(self) -> "Event":
+        """The same place of the stream, as an event of torch.Stream's kind."""
+        found = Event(self.stream)
+        found.number = self.number
+        return found
+
     def record(self) -> None:
         """As torch.Event, of one that takes times: record it (again) on the current stream, with the time at
         which it is passed."""
@@ -98,8 +104,9 @@ class Stream:
         return Event(self)
 
     def wait_event(self, event: Event) -> None:
-        """As torch.Stream."""
-        if not event.done and not self.device.waits_for_nothing:
+        """As torch.Stream, which waits for nothing where the event is one of torch.cuda's: those have a field
+        that it doesn't read."""
+        if not event.done and not self.device.waits_for_nothing and not isinstance(event, BackendEvent):
             self.put([event])
 
     def synchronize(self) -> None:
@@ -140,6 +147,32 @@ class Stream:
             freed = [stream for number, stream in self.behind if number <= self.done]
             self.behind = [each for each in self.behind if each[0] > self.done]
             self.device.world.candidates |= dict.fromkeys(freed)
+
+
+class BackendEvent(Event):
+    """As torch.cuda.Event: what a stream of that kind records."""
+
+
+class BackendStream:
+    """As torch.cuda.Stream, the kind of stream that users make. ``generic``: torch.Stream's side of it, which
+    is what ``torch.accelerator.current_stream()`` gives where it is current."""
+
+    def __init__(self, device: "Device") -> None:
+        self.generic = Stream(device)
+
+    def record_event(self) -> Event:
+        """As torch.cuda.Stream."""
+        return BackendEvent(self.generic)
+
+    def wait_event(self, event: Event) -> None:
+        """As torch.cuda.Stream, which asks the event to make it wait: each kind can."""
+        self.generic.wait_event(event.again())
+
+    def __enter__(self) -> None:
+        self.generic.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self.generic.__exit__()
 
 
 class Part:

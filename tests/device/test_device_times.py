@@ -1,7 +1,9 @@
 """Times of collectives on a simulated accelerator, by events that are used again; no host waits for them."""
 
+import threading
 from collections import Counter
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from weakref import WeakSet
 
@@ -139,6 +141,37 @@ def test_times_of_a_device_that_is_always_behind_its_host_are_right_to_what_lies
     assert len(written) > 100
     for _, _, number, start, _ in written:
         assert start == pytest.approx(number * between_s + behind_s, abs=between_s)
+
+
+def test_a_thread_asks_a_device_only_after_it_has_made_that_its_own(monkeypatch):
+    """Else the runtime of CUDA would open a context on device 0 for it, on each rank of a host."""
+    on = threading.local()
+
+    class Asked:
+        def record(self):
+            pass
+
+        def query(self):
+            assert on.device
+            return True
+
+        def elapsed_time(self, other):
+            assert on.device
+            return 0.0
+
+    @contextmanager
+    def on_device():
+        on.device = True
+        yield
+        on.device = False
+
+    written = []
+    monkeypatch.setattr(device_times, "process_state", process_that(written.append))
+    times = device_times.DeviceTimes(Asked, nullcontext(), on_device)
+    times.end(times.begin(), "all", Launch(1, "", "", 0), [])
+    with ThreadPoolExecutor(1) as watch:
+        watch.submit(times.read).result()
+    assert len(written) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))

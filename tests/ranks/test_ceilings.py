@@ -53,9 +53,9 @@ CEILINGS = {
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_095, 1_800, _PLANNED),
-    "code lines of the core": Ceiling(11_906, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}"),
-    "code lines of src": Ceiling(38_337, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}"),
-    "code lines of tests": Ceiling(45_075, 41_500, _SIMULATED),
+    "code lines of the core": Ceiling(11_898, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}"),
+    "code lines of src": Ceiling(38_330, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}"),
+    "code lines of tests": Ceiling(45_220, 41_500, _SIMULATED),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
 }

@@ -9,7 +9,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import nn
 
 from shardwright import full_state_dict, fully_shard, lockstep, loss_weights, set_transport
-from shardwright.transport import mesh, streams
+from shardwright.transport import mesh, process, streams
 from shardwright.transport.channel import AxisChannel, compare
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.process_group import ProcessGroupComm
@@ -46,6 +46,70 @@ def test_training_goes_on_however_the_process_group_was_made(form):
     assert moved.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert torch.allclose(moved["1.bias"], torch.full((2,), -0.5))  # its gradient is 1 on both ranks
     assert moved["0.weight"].any()
+
+
+def makes_a_group_apart(rank, world):
+    """In a world that is bound to a device, as by ``init_process_group(device_id=...)``: torch splits its
+    communicator for a new group, which is a collective of all ranks."""
+    device = dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    c10d = dist.distributed_c10d
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "_get_split_source", lambda _: pytest.fail("the world is split"))
+        ranks = [0] if rank == 0 else [1, 2]
+        group = mesh.new_group(ranks, "gloo", timedelta(seconds=20))
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=group)
+        assert dist.group.WORLD.bound_device_id == device
+        with pytest.raises(pytest.fail.Exception, match="is split"):
+            dist.new_group([0, 1, 2], backend="gloo")  # so torch does
+    return total.item()
+
+
+def test_a_group_of_some_ranks_is_made_by_these_alone_where_the_world_is_bound_to_a_device():
+    assert run_ranks(3, makes_a_group_apart) == [0, 3, 3]
+
+
+class Devices:
+    """A process group with these backends, that notes what is asked of it."""
+
+    def __init__(self, **names):
+        self.names, self.calls = names, []
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return 0
+
+    def abort(self):
+        self.calls.append("abort")
+
+    def recv(self, *_):
+        self.calls.append("recv")
+        raise RuntimeError("the time limit")
+
+    def send(self, *_):
+        self.calls.append("send")
+
+
+@pytest.mark.parametrize(
+    ("names", "ends", "asks"),
+    [
+        ({"cpu": "gloo"}, ["recv"], ["send"]),
+        ({"cuda": "nccl"}, ["abort"], []),
+        ({"xpu": "xccl"}, ["abort"], []),
+        ({"cpu": "gloo", "cuda": "nccl"}, ["abort", "recv"], ["send"]),
+    ],
+    ids=str,
+)
+def test_waits_in_a_group_are_ended_as_each_of_its_backends_can(monkeypatch, names, ends, asks):
+    monkeypatch.setattr(process, "backend_names", lambda group: group.names)
+    group = Devices(**names)
+    process.close(group)
+    assert group.calls == ends
+    group.calls.clear()
+    process.is_closed(group, 1)
+    assert group.calls == asks
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

@@ -246,12 +246,13 @@ class Comm(Protocol):
 
     def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
         """Collect 1-D shards on rank ``dst`` (a 1-D tensor on the host; None on other ranks)."""
-        ...
+        found = self.gather_many([shard], [spans], dst)
+        return None if found is None else found[0]
 
     def gather_many(
         self, shards: Sequence[torch.Tensor], spans: Sequence[Sequence[tuple[int, int]]], dst: int
     ) -> list[torch.Tensor] | None:
-        """``gather`` of several tensors, on all ranks the same ones."""
+        """``gather`` of several tensors, on all ranks the same ones. A transport has one of the two."""
         found = [self.gather(shard, each, dst) for shard, each in zip(shards, spans, strict=True)]
         return [whole for whole in found if whole is not None] if self.rank == dst else None
 

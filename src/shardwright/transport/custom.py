@@ -84,10 +84,6 @@ class CustomComm(Comm):
         places = zip(received.split(longest), owned, dtypes, strict=True)
         return _CustomReduction(flight, sent, [(place[:numel], kind) for place, numel, kind in places])
 
-    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
-        """See ``Comm.gather``."""
-        return self.inner.gather(shard, spans, dst)
-
     def gather_many(
         self, shards: Sequence[torch.Tensor], spans: Sequence[Sequence[tuple[int, int]]], dst: int
     ) -> list[torch.Tensor] | None:

@@ -11,6 +11,7 @@ The host never waits for them.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 
@@ -27,14 +28,15 @@ _REBASED_S = 1.0  # a time in milliseconds as a float of 32 bits is exact to 0.1
 class DeviceTimes:
     """The events of the streams of one transport. Its methods are called where collectives are.
 
-    make_event: makes an event that takes times, and is recorded on the stream that is current.
+    make_event: makes an event that takes times, and is recorded on the stream that is current. on_device:
+    makes the device of the streams the thread's own, for a block.
     exposed_s: seconds in which compute streams waited for collectives, of those that have been read.
     """
 
-    def __init__(self, make_event: Callable[[], Any], stream: Any) -> None:
+    def __init__(self, make_event: Callable[[], Any], stream: Any, on_device: Any = nullcontext) -> None:
         self.num_made, self.exposed_s = 0, 0.0
         self._ends_s: dict[tuple[str, int], float] = {}  # of collectives that no stream has waited for yet
-        self._make_event, self._stream = make_event, stream
+        self._make_event, self._stream, self._on_device = make_event, stream, on_device
         self._free: list[Any] = []
         self._pending: deque[tuple[int, str, int, float, Any, Any]] = deque()
         self._origin: tuple[Any, float] | None = None  # an event that others are told from, and its time
@@ -78,7 +80,8 @@ class DeviceTimes:
 
     def read(self) -> None:
         """Write the marks that have passed, the oldest first, into the recorder. Any thread may call it."""
-        with self._reading:
+        # A thread that has no device yet (the watch's) would open a context on device 0 as it first asks.
+        with self._reading, self._on_device():
             while self._pending and self._origin is not None:
                 kind, name, number, queued_s, begun, ended = self._pending[0]
                 looked_s = clock.perf_counter()

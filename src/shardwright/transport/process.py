@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import clock
 from shardwright.errors import CheckpointError, CommError, InputError
+from shardwright.torch_private import backend_names
 from shardwright.transport.recorder import LAUNCH, SPAN, WAIT, Recorder
 
 RING = 64
@@ -365,11 +366,12 @@ def close(group: ProcessGroup) -> None:
     """End every wait of this rank in a group, now and later, with an error. Not a collective; any thread."""
     if group.size() == 1:
         return
-    if group.name() == "nccl":
+    names = {*backend_names(group).values()}
+    if names != {"gloo"}:  # NCCL, or what another accelerator has
         with contextlib.suppress(RuntimeError):
             group.abort()
-        return
-    for shift in range(1, group.size()):  # a peer that has closed its end tells at once, and closes only that
+    for shift in range(1, group.size() if "gloo" in names else 1):
+        # A peer that has closed its end tells at once, and closes only that.
         with contextlib.suppress(RuntimeError):  # the time limit, or a connection that is closed already
             peer = (group.rank() + shift) % group.size()
             group.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(datetime.timedelta(milliseconds=1))
@@ -381,7 +383,7 @@ def is_closed(group: ProcessGroup, peer: int) -> bool:
     A message of one element that nobody receives: it can only be queued where the connection stands. Never
     with a time limit, which would close the group.
     """
-    if group.name() == "nccl":
+    if "gloo" not in backend_names(group).values():
         return False
     try:
         # The last one is held. Gloo lets go of the one before it.

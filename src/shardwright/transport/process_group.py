@@ -66,7 +66,6 @@ class ProcessGroupComm(Comm):
         self.exposed_s: float | None = 0.0 if streams is None else None
         self._gather_group = gather_group
         self._reduce_group = reduce_group
-        self._coalesce = streams is not None
         self.streams = streams
         self.times = None if streams is None or self.world == 1 else streams.times
         self._host = host
@@ -99,20 +98,20 @@ class ProcessGroupComm(Comm):
 
     def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
         begun = None if self.times is None else self.times.begin()
-        for members in _by_dtype([s.flat for s in segments]).values() if self.world > 1 else ():
-            outputs = [segments[i].flat for i in members]
-            inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
-            self.sent_nbytes += sum([shard.nbytes for shard in inputs]) * (self.world - 1)
-            if self._coalesce:
-                options = AllgatherOptions()
-                options.asyncOp = True
-                flight.add(all_gather_coalesced_of(self._gather_group)(outputs, inputs, options))
-            else:
-                whole, parts = ([each.view(torch.uint8) for each in side] for side in (outputs, inputs))
-                flight.works.extend(  # as bytes: Gloo refuses float8 and int16
-                    all_gather_of(dist)(full, shard, self._gather_group, async_op=True)
-                    for full, shard in zip(whole, parts, strict=True)
-                )
+        # As bytes: NCCL has no int16, complex or float8_e8m0fnu, Gloo no float8. One call moves all dtypes.
+        flats = [segment.flat for segment in segments if segment.flat.numel()] if self.world > 1 else []
+        outputs = [flat.view(torch.uint8) for flat in flats]
+        inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
+        self.sent_nbytes += sum([shard.nbytes for shard in inputs]) * (self.world - 1)
+        if self.streams is not None and outputs:
+            options = AllgatherOptions()
+            options.asyncOp = True
+            flight.add(all_gather_coalesced_of(self._gather_group)(outputs, inputs, options))
+        else:
+            flight.works.extend(
+                all_gather_of(dist)(full, shard, self._gather_group, async_op=True)
+                for full, shard in zip(outputs, inputs, strict=True)
+            )
         if self.times is not None:
             self.times.end(begun, self.log.name, flight.launch, flight.works)
 
@@ -145,21 +144,18 @@ class ProcessGroupComm(Comm):
         outputs = [flat.new_empty(flat.numel() // self.world) for flat in inputs]
         begun = None if self.times is None else self.times.begin()
         for members in _by_dtype(inputs).values():
-            self.sent_nbytes += sum([outputs[i].nbytes for i in members]) * (self.world - 1)
-            if self._coalesce:
+            places, terms = ([_as_reals(side[i]) for i in members] for side in (outputs, inputs))
+            self.sent_nbytes += sum([place.nbytes for place in places]) * (self.world - 1)
+            if self.streams is not None:
                 options = ReduceScatterOptions()
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
                 options.asyncOp = True
-                flight.add(
-                    reduce_scatter_coalesced_of(self._reduce_group)(
-                        [outputs[i] for i in members], [inputs[i] for i in members], options
-                    )
-                )
+                flight.add(reduce_scatter_coalesced_of(self._reduce_group)(places, terms, options))
             else:
                 # Gloo's is an all-reduce inside: up to twice the bytes, and sums in an order of its own.
                 flight.works.extend(
-                    reduce_scatter_of(dist)(outputs[i], inputs[i], group=self._reduce_group, async_op=True)
-                    for i in members
+                    reduce_scatter_of(dist)(place, term, group=self._reduce_group, async_op=True)
+                    for place, term in zip(places, terms, strict=True)
                 )
         if self.times is not None:
             self.times.end(begun, self.log.name, flight.launch, flight.works)
@@ -178,7 +174,7 @@ class ProcessGroupComm(Comm):
             flight = _Flight(self, self.log.launch(key))
             begun = None if self.times is None else self.times.begin()
             for members in _by_dtype(values).values():
-                sums = [values[index] for index in members]
+                sums = [_as_reals(values[index]) for index in members]
                 self.sent_nbytes += sum([each.nbytes for each in sums]) * 2 * (self.world - 1) // self.world
                 options = AllreduceCoalescedOptions()
                 options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
@@ -187,11 +183,6 @@ class ProcessGroupComm(Comm):
             if self.times is not None:
                 self.times.end(begun, self.log.name, flight.launch, flight.works)
         return _NcclReduction(flight, [], list(values), [each.numel() for each in values])
-
-    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
-        """See ``Comm.gather``."""
-        found = self.gather_many([shard], [spans], dst)
-        return None if found is None else found[0]
 
     def gather_many(
         self, shards: Sequence[torch.Tensor], spans: Sequence[Sequence[tuple[int, int]]], dst: int
@@ -308,6 +299,11 @@ def padded(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> list[t
         for places, sources in copies.values():
             foreach_copy_(places, sources)
     return inputs
+
+
+def _as_reals(flat: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of reals, which NCCL can sum."""
+    return flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
 
 
 def _by_dtype(flats: Iterable[torch.Tensor]) -> dict[torch.dtype, list[int]]:

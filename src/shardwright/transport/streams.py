@@ -32,7 +32,7 @@ streams run as far apart as events allow and finds every race, also that each ru
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -79,7 +79,7 @@ class Streams:
 
     make: makes a stream. current: gives the one that is current now; outside of this class' blocks, compute.
     captures: whether what is queued on the current stream now is recorded in a graph instead of run.
-    make_event: makes an event that takes times; None: no times are taken.
+    make_event: makes an event that takes times; None: no times are taken. on_device: see ``DeviceTimes``.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Streams:
         current: Callable[[], Any],
         captures: Callable[[], bool] = bool,
         make_event: Callable[[], Any] | None = None,
+        on_device: Any = nullcontext,
     ) -> None:
         self._gather = make()
         self._reduce = make()
@@ -102,7 +103,7 @@ class Streams:
         if make_event is not None:
             from shardwright.transport.device_times import DeviceTimes  # noqa: PLC0415 events timed
 
-            self.times = DeviceTimes(make_event, make())
+            self.times = DeviceTimes(make_event, make(), on_device)
 
     @classmethod
     def of(cls, device: torch.device) -> "Streams | None":
@@ -114,6 +115,7 @@ class Streams:
             partial(torch.accelerator.current_stream, device),
             getattr(torch.get_device_module(device), "is_current_stream_capturing", bool),
             partial(torch.Event, device, enable_timing=True),
+            partial(torch.accelerator.device_index, device.index),
         )
 
     @contextmanager
@@ -181,7 +183,10 @@ class Streams:
         Due(self._current()).wait(stream)
         with stream:
             yield
-        Due(stream).wait(self._current())
+            # Recorded on torch.Stream's side of it, that ``current`` gives: a torch.cuda.Stream records a
+            # torch.cuda.Event, whose field torch.Stream.wait_event doesn't read, so it waits for nothing.
+            ran = Due(self._current())
+        ran.wait(self._current())
 
     def land(self, due: Due) -> None:
         """Make compute wait."""

@@ -109,19 +109,13 @@ class TwoLevelComm(Comm):
             self._last = None
         return made
 
-    def gather(self, shard: torch.Tensor, spans: Sequence[tuple[int, int]], dst: int) -> torch.Tensor | None:
-        """See ``Comm.gather``."""
-        return self.flat.gather(shard, spans, dst)
-
     def gather_many(
         self, shards: Sequence[torch.Tensor], spans: Sequence[Sequence[tuple[int, int]]], dst: int
     ) -> list[torch.Tensor] | None:
         """See ``Comm.gather_many``; on an accelerator over its own two communicators."""
-        return (
-            self.flat.gather_many(shards, spans, dst)
-            if self.streams is None
-            else collect(self, shards, spans, dst)
-        )
+        if self.streams is None:
+            return self.flat.gather_many(shards, spans, dst)
+        return collect(self, shards, spans, dst)
 
 
 class _TwoGathers:

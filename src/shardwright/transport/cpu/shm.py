@@ -157,7 +157,7 @@ class ShmComm(Comm):
         """See ``Comm.gather``. In parts, each when ``dst`` asks for it: nobody runs ahead of who reads."""
         whole = whole_place(spans, dst, shard) if self.rank == dst else None
         part_numel = _GATHERED_NBYTES // self.world // shard.element_size()
-        for start in range(0, max(1, max(map(_len, spans))), part_numel):
+        for start in range(0, max(1, max(stop - start for start, stop in spans)), part_numel):
             key = f"gather {spans[-1][1]} elements on rank {dst}, from {start} of each rank's"
             part = shard[:0] if self.rank == dst else shard[start : start + part_numel]
             launch = self._publish([part.contiguous().view(torch.uint8)], key, asks=dst)
@@ -305,7 +305,3 @@ class _ShmReduction(_Reads):
         first = ranks.index(self._comm.rank) * len(self._segments)
         parts = pieces(joined, sizes)[first : first + len(self._segments)]
         return [part.view(s.flat.dtype) for part, s in zip(parts, self._segments, strict=True)]
-
-
-def _len(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
