@@ -38,6 +38,11 @@ def test_a_night_that_has_found_a_fault_is_survived(plan):
     lived(plan)
 
 
+def test_ranks_agree_on_more_groups_than_a_word_of_the_channel_has_bits():
+    groups = {"widths": [1] * 70, "reshard": [True] * 70, "frozen": []}
+    lived(replace(drawn(16), **groups, worlds=[["host 0", "host 1"]], steps=3, faults=[Fault()]))
+
+
 def test_a_bit_that_flips_on_the_way_is_told_in_time_and_never_taken_in():
     flips = [lived(with_a_flipped_bit(drawn(seed))).flips for seed in (1, 2)]
     assert sum(flips) > 1
