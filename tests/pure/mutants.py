@@ -93,7 +93,7 @@ HELD = (
         ("engine/step/consensus.py",),
         STEPS,
         ("../storm/test_steps.py", "../storm/test_nights.py"),
-        ("fresh", "in_every_process", "larger_jobs", "every_way", "goes_dark", "found_a_fault"),
+        ("fresh", "in_every_process", "larger_jobs", "every_way", "goes_dark"),
     ),
     Held(
         ("transport/attempt.py",),
