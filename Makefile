@@ -33,7 +33,7 @@ endef
 PYTEST = $(1)/python -m pytest -n 2 --dist loadfile --durations=20 $(2) || \
   $(1)/python -m pytest --last-failed --last-failed-no-failures none $(2)
 
-# What a change is likely to break, in at most 10 minutes on two idle cores.
+# What a change is likely to break, in at most 8 minutes on two idle cores.
 test: setup
 	$(call PYTEST,$(BIN),-m "not slow and not exhaustive")
 
