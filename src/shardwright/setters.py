@@ -372,7 +372,7 @@ class ScheduleSetters(Owner):
         self._set_custom("set_custom_reduce_scatter", reduce_scatter=comm)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepted without effect: reductions always have separate process groups here.
+        """Accepted without effect: CPU ranks have such groups, an accelerator has one communicator for all.
 
         Args:
             enable: without effect.

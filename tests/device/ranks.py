@@ -29,7 +29,7 @@ from shardwright.transport.streams import Streams
 from shardwright.transport.two_level import TwoLevelComm
 from tests.device import cases
 from tests.device.kernels import Kernels, put_on_host
-from tests.device.sim import BackendStream, Device, Event, Part, Stream, World, resizing
+from tests.device.sim import Address, BackendStream, Device, Event, Part, Stream, World, resizing
 
 if not hasattr(ThreadLocalWorld, "comms"):
     ThreadLocalWorld.comms = property(lambda _: [])  # torch 2.11 asks for them, and has forgotten them there
@@ -58,6 +58,10 @@ class Communicator:
     def rank(self) -> int:
         return self._ranks.index(self._device.rank)
 
+    def _address(self, tensor: torch.Tensor) -> Address:
+        assert tensor.dtype in OF_NCCL, f"NCCL has no {tensor.dtype}"
+        return self._device.memory.address(tensor)
+
     def _launch(self, read: Any, write: Any) -> "Work":
         self._launched += 1
         meeting = self._device.world.meeting((self._name, self._launched), self.size())
@@ -69,7 +73,7 @@ class Communicator:
         return Work(self._device, self._stream.record_event())
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, _: Any = None) -> "Work":
-        address = _addresses(self._device)
+        address = self._address
         places, sources = [address(t) for t in outputs], [address(t) for t in inputs]
 
         def write(found: list[Any]) -> None:
@@ -79,7 +83,7 @@ class Communicator:
         return self._launch(lambda: [each.tensor().clone() for each in sources], write)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, _: Any = None) -> "Work":
-        address, rank = _addresses(self._device), self.rank()
+        address, rank = self._address, self.rank()
         places, sources = [address(t) for t in outputs], [address(t) for t in inputs]
 
         def write(found: list[Any]) -> None:
@@ -95,7 +99,7 @@ class Communicator:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def allreduce_coalesced(self, tensors: Any, _: Any = None) -> "Work":
-        places = [*map(_addresses(self._device), tensors)]
+        places = [*map(self._address, tensors)]
 
         def write(found: list[Any]) -> None:
             for index, place in enumerate(places):
@@ -121,16 +125,6 @@ class Communicator:
             name = (self._name, *ranks)
             self._pairs[other] = Communicator(self._device, [self._ranks[each] for each in ranks], name)
         return self._pairs[other]._launch(read, write)
-
-
-def _addresses(device: Device) -> Callable[[torch.Tensor], Any]:
-    """Finds tensors of dtypes that NCCL has."""
-
-    def address(tensor: torch.Tensor) -> Any:
-        assert tensor.dtype in OF_NCCL, f"NCCL has no {tensor.dtype}"
-        return device.memory.address(tensor)
-
-    return address
 
 
 class Work:
