@@ -55,7 +55,7 @@ CEILINGS = {
     "code lines of a step": Ceiling(2_095, 1_800, _PLANNED),
     "code lines of the core": Ceiling(11_898, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}"),
     "code lines of src": Ceiling(38_330, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}"),
-    "code lines of tests": Ceiling(45_220, 41_500, _SIMULATED),
+    "code lines of tests": Ceiling(45_280, 41_500, _SIMULATED),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
 }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright import SchedulePolicy, fully_shard
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from shardwright.checkpoint import latest, load, save
 from shardwright.errors import ShardwrightError
 from shardwright.transport.mesh import default_mesh
@@ -43,9 +43,9 @@ class BadBatch(Exception):
 class Block(nn.Module):
     """Adds ``w . x``: its gradient is ``x``, whatever the weights are."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(width, dtype=torch.float64))
+        self.w = nn.Parameter(torch.zeros(width, dtype=dtype))
 
     def forward(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return h + (self.w * x).sum()
@@ -54,10 +54,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Runs the blocks that it is told to, in that order."""
 
-    def __init__(self, widths: Sequence[int]) -> None:
+    def __init__(self, plan: "Plan") -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(widths[-1], dtype=torch.float64))
-        self.blocks = nn.ModuleList(map(Block, widths[:-1]))
+        *widths, width = plan.widths
+        self.w = nn.Parameter(torch.zeros(width, dtype=plan.dtype))
+        self.blocks = nn.ModuleList(Block(width, plan.dtype) for width in widths)
 
     def forward(self, xs: Sequence[torch.Tensor], route: Sequence[int]) -> torch.Tensor:
         h = (self.w * xs[-1]).sum()
@@ -87,7 +88,7 @@ class Plan:
     worlds: of each attempt the hosts of its ranks. uniform: how often ranks run the same. every: steps
     between saves. keeps_store: all attempts have one store. network: see ``Network``. faults: one of each
     attempt. copies: of the model, each sharded over as many ranks, where that divides the world; over_all:
-    over all of them.
+    over all of them. dtype: of the parameters; of any other than float64 gradients travel in that.
     """
 
     seed: int
@@ -107,6 +108,7 @@ class Plan:
     frozen: list[tuple[int, int]]
     copies: int = 1
     over_all: bool = False
+    dtype: torch.dtype = torch.float64
 
     def copies_in(self, world: int) -> int:
         return self.copies if world % self.copies == 0 else 1
@@ -154,7 +156,7 @@ def drawn(seed: int) -> Plan:
     for group in range(num_blocks + 1):
         if mesh.random() < 0.2:
             reshard[group] = mesh.choice((2, 3))
-    return Plan(
+    plan = Plan(
         seed,
         widths,
         policy,
@@ -182,6 +184,9 @@ def drawn(seed: int) -> Plan:
         copies=copies,
         over_all=copies > 1 and mesh.random() < 0.4,
     )
+    # A float32 holds the integers, but no halves of halves.
+    is_mixed = not plan.momentum and random.Random(f"dtype {seed}").random() < 0.5
+    return replace(plan, dtype=torch.float32) if is_mixed else plan
 
 
 def with_a_flipped_bit(plan: Plan) -> Plan:
@@ -260,11 +265,13 @@ class Night:
         plan = self.plan
         process_state.transport = "sockets"
         own: Process = self.sim.here
-        model = Model(plan.widths)
+        model = Model(plan)
         copies = plan.copies_in(world)
         options: dict[str, Any] = {}
+        if plan.dtype != torch.float64:
+            options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float64)
         if copies > 1:
-            options = {"mesh": default_mesh(world // copies), "shard_over_all": plan.over_all}
+            options |= {"mesh": default_mesh(world // copies), "shard_over_all": plan.over_all}
         for module, reshard in zip([*model.blocks, model], plan.reshard, strict=True):
             if type(reshard) is int and (options.get("shard_over_all") or world // copies % reshard):
                 reshard = True  # there is no such smaller world
@@ -476,7 +483,7 @@ class Night:
         )
         if found is None:
             return
-        model = Model(self.plan.widths)
+        model = Model(self.plan)
         restored = load(self.folder, model=model)
         assert restored.step == newest
         if newest in self.truth:

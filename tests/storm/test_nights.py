@@ -38,6 +38,11 @@ def test_a_night_that_has_found_a_fault_is_survived(plan):
     lived(plan)
 
 
+def test_ranks_agree_on_more_groups_than_a_word_of_the_channel_has_bits():
+    groups = {"widths": [1] * 70, "reshard": [True] * 70, "frozen": []}
+    lived(replace(drawn(16), **groups, worlds=[["host 0", "host 1"]], steps=3, faults=[Fault()]))
+
+
 def test_a_bit_that_flips_on_the_way_is_told_in_time_and_never_taken_in():
     flips = [lived(with_a_flipped_bit(drawn(seed))).flips for seed in (1, 2)]
     assert sum(flips) > 1
@@ -50,6 +55,12 @@ def test_whenever_a_host_goes_dark_as_ranks_start_the_other_says_who_or_the_stor
     )
     for events in range(10, 500, every):  # the store is on the host of rank 0
         lived(replace(plan, faults=[Fault("dark", rank=rank, events=events)]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", (0, 1, 12, 14, 16, 17, 18, 21, 26, 31, 52, 59, 60, 66, 72))
+def test_every_rank_of_the_same_nights_has_the_weights_of_one_process_or_names_who_is_missing(seed):
+    lived(drawn(seed))
 
 
 @pytest.mark.exhaustive
