@@ -2,6 +2,7 @@
 
     make prove-gpu                  1, 2, 4 or 8 cards, as many as there are; at most 20 minutes
     make prove-gpu DEVICE=sim       each section at toy size on the CPU, to see whether it works
+    python -m bench.prove_gpu --share-card 2    so many ranks on one card, over NCCL: times mean nothing then
 
 Each section runs in processes of its own, started by torchrun once for each number of ranks, and is ended
 with all its children at its time limit. One that fails doesn't stop the others: its error stands in the page.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from bench.prove_gpu.device import Device
+from bench.prove_gpu.device import SHARED, Device
 from bench.prove_gpu.page import page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,18 +68,26 @@ def sections(simulated: bool) -> list[Section]:
     ]
 
 
-def run(section: Section, device: str, worlds: list[int], limit_s: float) -> None:
-    """All runs of a section; what they leave is added to it."""
+def run(section: Section, device: str, worlds: list[int], limit_s: float, keep: Path | None = None) -> None:
+    """All runs of a section; what they leave is added to it.
+
+    keep: a folder for rows, and for what each rank prints.
+    """
     began = time.monotonic()
     for world, setting in product(worlds[: section.num_worlds] or [0], section.settings):
         left_s = began + limit_s - time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
+            if keep is not None:
+                folder = keep / "-".join([section.module, str(world or "alone"), *setting.values()])
+                folder.mkdir(parents=True, exist_ok=True)
             rows, log = Path(folder, "rows"), Path(folder, "log")
             for file in (rows, log):
-                file.touch()
+                file.write_text("")
             words = ["-m", f"bench.prove_gpu.{section.module}", "--device", device, "--rows", str(rows)]
             if world:
-                words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", *words]
+                of_ranks = [] if keep is None else [f"--log-dir={folder}", "--tee=3"]
+                launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+                words = [*launcher, *of_ranks, *words]
             said = [f"with {world} ranks"] if world else ["alone"]
             where = ", ".join(said + [f"{name}={value}" for name, value in setting.items()])
             print(f"prove-gpu: {section.module} {where}", flush=True)
@@ -150,6 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="accelerator", choices=["accelerator", "sim"])
     parser.add_argument("--page", type=Path, default=Path("runs/prove-gpu.md"))
+    parser.add_argument("--share-card", type=int, metavar="RANKS", help="so many ranks on the first card")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keeps rows, and what each rank prints")
     names = [section.module for section in sections(simulated=True)]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SECTION")
     parser.add_argument(
@@ -159,13 +170,15 @@ def main() -> None:
     limits = {name: float(seconds) for name, seconds in options.limits}
     if unknown := limits.keys() - set(names):
         parser.error(f"--limit-s names {sorted(unknown)}, expected one of {names}")
+    if options.share_card:
+        os.environ[SHARED] = str(options.share_card)
     device = Device.of(options.device)
     ctypes.CDLL(None).prctl(_ADOPTS_ORPHANS, 1, 0, 0, 0)
     chosen = [each for each in sections(device.simulated) if each.module in options.only]
     ends, about = time.monotonic() + TOTAL_S, device.described()
     for section in chosen:
         limit_s = min(limits.get(section.module, section.limit_s), ends - time.monotonic())
-        run(section, options.device, device.worlds, limit_s)
+        run(section, options.device, device.worlds, limit_s, options.keep and options.keep.resolve())
         options.page.parent.mkdir(parents=True, exist_ok=True)
         options.page.write_text(page(device, about, chosen))  # after each section: whatever comes, it stays
     print(options.page.read_text())

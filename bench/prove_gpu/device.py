@@ -23,6 +23,21 @@ import torch.distributed as dist
 import shardwright
 
 SIM = "sim"
+SHARED = "SHARDWRIGHT_SHARE_CARD"
+"""How many ranks share the first card, where they do (``--share-card``)."""
+OVER_LOOPBACK = {
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "TORCH_DIST_USE_NCCL2": "0",
+}
+"""NCCL between ranks of one card. It refuses two of one bus id on one host, and tells hosts apart by a hash.
+With a ``NCCL_HOSTID`` each, ranks count as hosts and talk over its sockets, here on the loopback. From NCCL
+2.30 on a variable allows it, too; torch 2.15's own engine doesn't. Read in NCCL's source; not run yet."""
 _COMMUNICATES = ("nccl", "rccl", "ccl_", "gloo:", "c10d::")
 _MEASURED = "measured step"
 _BEGIN = (_MEASURED, "user_annotation")
@@ -78,11 +93,13 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class Device:
-    """kind: of device, as torch names it. simulated: CPU ranks are in its place. count: how many."""
+    """kind: of device, as torch names it. simulated: CPU ranks are in its place. count: how many. shared:
+    they are ranks of one card."""
 
     kind: str
     simulated: bool
     count: int
+    shared: bool = False
 
     @classmethod
     def of(cls, name: str) -> "Device":
@@ -96,7 +113,8 @@ class Device:
                 "was built without it: give a Python that has another (make prove-gpu PROVE_PYTHON=python3). "
                 "DEVICE=sim runs the sections on the CPU, to see whether they work."
             )
-        return cls(found.type, False, torch.accelerator.device_count())
+        shared = int(os.environ.get(SHARED, "0"))
+        return cls(found.type, False, shared or torch.accelerator.device_count(), shared > 0)
 
     @property
     def worlds(self) -> list[int]:
@@ -118,7 +136,9 @@ class Device:
             dist.init_process_group("gloo")
             return torch.device("cpu")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-        index = int(os.environ["LOCAL_RANK"])
+        index = 0 if self.shared else int(os.environ["LOCAL_RANK"])
+        if self.shared:
+            os.environ |= {**OVER_LOOPBACK, "NCCL_HOSTID": f"rank{os.environ['RANK']}"}
         torch.accelerator.set_device_index(index)
         backend = dist.get_default_backend_for_device(self.kind)
         dist.init_process_group(f"cpu:gloo,{self.kind}:{backend}")
@@ -201,7 +221,8 @@ class Device:
 
     def _cards(self) -> str:
         card = torch.get_device_module(self.kind).get_device_properties(0)
-        return f"{self.count} x {card.name} ({self.kind}), {card.total_memory / 2**30:.0f} GiB each"
+        cards = f"{card.name} ({self.kind}), {card.total_memory / 2**30:.0f} GiB"
+        return f"{self.count} ranks on one {cards}" if self.shared else f"{self.count} x {cards} each"
 
 
 def _resident(field: str) -> int:

@@ -9,6 +9,8 @@ from bench.prove_gpu.device import Device
 def page(device: Device, about: dict[str, str], sections: list[Any]) -> str:
     """about: what figures were taken with. Then each section's result, its tables and its errors."""
     told = "simulated: figures mean nothing" if device.simulated else "measured on a device"
+    if device.shared:
+        told = "ranks share a card: times mean nothing; order, bits, memory and events do"
     lines = [f"# prove-gpu, {time.strftime('%Y-%m-%d')} ({told})", ""]
     lines += [f"- {name}: {value}" for name, value in about.items()]
     lines += ["", "| section | result | s |", "| --- | --- | ---: |"]

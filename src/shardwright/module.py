@@ -298,6 +298,8 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, for the gradients of the shards, also while parameters are unsharded.
 
+        They are after a backward that raised, so that ``p.grad = None`` for ``parameters()`` isn't enough.
+
         Local; no communication.
 
         Args:

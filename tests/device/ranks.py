@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -203,7 +204,7 @@ class Simulated(cases.Place):
         return [self._accelerator.read(each) for each in tensors]
 
 
-_axis_over_all = meshes._axis_over_all
+_axis_over_all, _backward = meshes._axis_over_all, torch.Tensor.backward
 
 
 def _mesh_on_host(mesh: Any) -> meshes.Axis:
@@ -239,6 +240,7 @@ class Job:
         self._said: dict[Any, list[Any]] = {}
         self._num_said: Counter[Any] = Counter()
         self._places: dict[int, Simulated] = {}
+        self._streams: dict[Device, Streams] = {}
         self._pins = self.world.random.random() < 0.7
         # One for gathers and reductions, as there is on an accelerator; two leave more orders to the device.
         self._is_shared = self.world.random.random() < 0.5
@@ -256,6 +258,7 @@ class Job:
             (torch.accelerator, "is_available", lambda: True),
             (torch.accelerator, "current_accelerator", lambda *_, **__: None),  # a torch with CUDA has one
             (torch.accelerator, "synchronize", lambda: self.world.device.synchronize()),
+            (torch.Tensor, "backward", lambda *of, **options: self._backward(*of, **options)),
             (torch.Tensor, "data_ptr", lambda tensor: self.world.device.memory.pointer_of(tensor)),
             (meshes, "new_group", _new_group),
             (meshes, "_axis_over_all", _mesh_on_host),
@@ -274,6 +277,19 @@ class Job:
             torch._C._distributed_c10d._set_thread_isolation_mode(False)
             for (owner, name, _), value in zip(stand_ins, before, strict=True):
                 setattr(owner, name, value)
+
+    def _backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        """As on an accelerator, whose nodes autograd runs in a thread of its own, hooks and end callbacks
+        among them, while the training thread waits."""
+        device, groups = self.world.device, ThreadLocalWorld._world.world
+
+        def run() -> None:
+            ThreadLocalWorld._world.world = groups
+            with Kernels(device):
+                _backward(loss, *arguments, **options)
+
+        with ThreadPoolExecutor(1) as of_autograd:
+            of_autograd.submit(run).result()
 
     @staticmethod
     def _fresh() -> list[Any]:
@@ -298,7 +314,9 @@ class Job:
         device = self.world.device
         self._made[device.rank, tuple(ranks)] += 1
         name = tuple(ranks), self._made[device.rank, tuple(ranks)]
-        streams = self.rules(lambda: Stream(device), lambda: device.current[-1])
+        if device not in self._streams:  # one set for all transports, as Streams.of
+            self._streams[device] = self.rules(lambda: Stream(device), lambda: device.current[-1])
+        streams = self._streams[device]
         gathers = Communicator(device, ranks, (name, "gather"))
         reductions = gathers if self._is_shared else Communicator(device, ranks, (name, "reduce"))
         log = LaunchLog(ranks, device_type)

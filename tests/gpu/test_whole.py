@@ -63,12 +63,26 @@ def saved_and_read_back(device, rank, world, folder, offload):
     return losses(first, range(2, 4)), losses(second, range(2, 4))
 
 
+def steady_steps(device, rank, world):
+    """Two steps after three others, in which CUDA raises an error where the host waits for it."""
+    run = Run.of(shard_decoder(build(), fully_shard), torch.optim.AdamW, lr=1e-2)
+    tokens = [batches(step, world)[rank].to(device.kind) for step in range(5)]
+    for step in range(5):
+        if step == 3 and device.kind == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        loss_of(run.model, tokens[step]).backward()
+        run.step()
+    if device.kind == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.fixture(scope="module", params=WORLDS, ids="{} cards".format)
 def found(request, tmp_path_factory):
     """What ranks return, by the job."""
     jobs = {
         "beside one process": (beside_one_process, ()),
         "whole": (whole_weights, ()),
+        "steady": (steady_steps, ()),
         "saved": (saved_and_read_back, (str(tmp_path_factory.mktemp("saved")), False)),
         "saved from the host": (saved_and_read_back, (str(tmp_path_factory.mktemp("offloaded")), True)),
     }
@@ -82,6 +96,10 @@ def test_clipped_steps_are_those_of_one_process_and_leave_nothing_unsharded(foun
 
 def test_full_state_dict_gives_rank_0_the_weights_to_the_bit(found):
     assert all(result(found, "whole"))
+
+
+def test_the_host_waits_for_nothing_in_steady_steps(found):
+    result(found, "steady")
 
 
 @pytest.mark.parametrize("name", ["saved", "saved from the host"])

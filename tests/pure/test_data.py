@@ -18,8 +18,20 @@ from hypothesis import strategies as st
 
 from shardwright.data.kinds import kind_of
 from shardwright.data.text import FILE_START, Share, TrainBatches, corpus_files, heldout_windows, read_corpus
+from shardwright.data.windows import Batch
 from shardwright.errors import DataError
 from shardwright.recipe.config import DataConfig
+
+
+def test_a_batch_goes_to_a_device_through_pinned_memory_and_the_host_does_not_wait(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append("pinned") or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **how: asked.append(how) or tensor)
+    batch = Batch(torch.zeros(1, 2), torch.zeros(1, 2), None, 2)
+    batch.to(torch.device("cpu"))
+    assert asked == []
+    batch.to(torch.device("cuda", 0))
+    assert asked == ["pinned", {"non_blocking": True}] * 2
 
 
 def folder_of(tmp_path, files):

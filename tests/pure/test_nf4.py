@@ -5,6 +5,7 @@ import importlib.util
 import pickle
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,8 +152,23 @@ def test_their_kernel_decodes_what_the_plain_way_does(dtype, block):
     codes, absmax = nf4.quantize(weight, block)
     ours = nf4.dequantize(codes, absmax, weight.shape, torch.float32, block)
     theirs = torch.empty(weight.shape, dtype=dtype)
-    bnb.decode(codes, absmax, nf4.LEVELS, theirs)
+    bnb.decode(codes, absmax, torch.tensor(nf4.LEVELS), theirs)
     assert torch.equal(theirs, ours.to(dtype))
+
+
+def test_their_kernel_gets_the_same_table_of_levels_each_time(monkeypatch):
+    """A new one would be copied to the device each time, for which the host waits."""
+    codes, absmax = nf4.quantize(gaussian(4, 64))
+    states = []
+    library = SimpleNamespace(
+        QuantState=lambda **state: states.append(state), dequantize_4bit=lambda codes, _: torch.zeros(4, 64)
+    )
+    monkeypatch.setattr(bnb, "decodes", lambda *_: True)
+    monkeypatch.setattr(bnb, "_functional", lambda: library)
+    for _ in range(2):
+        nf4.dequantize(codes, absmax, (4, 64), torch.float32)
+    assert states[0]["code"] is states[1]["code"]
+    assert states[0]["code"].tolist() == pytest.approx(nf4.LEVELS)
 
 
 def test_without_a_gpu_their_kernel_is_left_alone():

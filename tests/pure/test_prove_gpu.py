@@ -50,6 +50,21 @@ def test_all_cards_come_first_then_one(count, worlds):
     assert Device("cuda", simulated=False, count=count).worlds == worlds
 
 
+def test_ranks_that_share_a_card_are_on_hosts_of_their_own_for_nccl(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"SHARDWRIGHT_SHARE_CARD": "4", "RANK": "3", "LOCAL_RANK": "3"})
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    chosen, joined = [], []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", joined.append)
+    device = Device.of("accelerator")
+    assert device.worlds == [4, 1, 2] and device.join() == torch.device("cuda", 0)
+    assert chosen == [0] and joined == ["cpu:gloo,cuda:nccl"]
+    assert os.environ["NCCL_HOSTID"] == "rank3" and os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert "times mean nothing" in page(device, {}, [])
+
+
 def test_all_sections_have_their_time_within_20_minutes():
     assert sum(section.limit_s for section in sections(simulated=False)) <= TOTAL_S < 20 * 60
 

@@ -5,6 +5,7 @@ certain: those queued earlier on its stream, and those behind the events that it
 operations on the same memory, one of them writing, race where neither comes before the other.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from bench import rankzero
 from shardwright import fully_shard
 from shardwright.errors import StageError
+from shardwright.transport.process import process_state
 from shardwright.transport.streams import Due, Streams
 
 
@@ -281,8 +283,22 @@ def test_a_due_is_waited_for_once():
 def test_side_streams_go_before_compute(monkeypatch):
     priorities = []
     monkeypatch.setattr(torch, "Stream", lambda device, priority: priorities.append(priority))
+    monkeypatch.setattr(process_state, "streams", {})
     Streams.of(torch.device("xpu", 0))
     assert priorities and set(priorities) == {-1}
+
+
+def test_all_transports_that_a_thread_makes_on_a_device_share_few_streams(monkeypatch):
+    """Torch gives out 32 of a priority in turn: of many sets one's gather would be another's reduce."""
+    made = []
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: made.append(device))
+    monkeypatch.setattr(process_state, "streams", {})
+    here = {Streams.of(torch.device("xpu", 0)) for _ in range(40)}
+    with ThreadPoolExecutor(1) as other:
+        there = other.submit(Streams.of, torch.device("xpu", 0)).result()
+    assert len(here) == 1 and len(made) <= 2 * 4
+    assert there not in here
+    assert Streams.of(torch.device("xpu", 1)) not in here
 
 
 def test_a_forward_inside_of_a_captured_graph_is_refused_and_the_next_one_works(monkeypatch):

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import clip_grad_norm_, fully_shard
 from shardwright.engine.groups.gradient_state import GradPlace
@@ -154,6 +155,31 @@ def test_what_is_cleared_between_microbatches_is_gone(earlier):
         for (path, mine), other in zip(ours.named_parameters(), whole.parameters(), strict=True):
             if other.grad is not None and mine.grad is not None:
                 assert torch.allclose(full(mine.grad), other.grad, atol=1e-6), (name, path)
+
+
+@pytest.mark.parametrize("way", ["optimizer, in place", "model, in place", "foreach", "frozen"])
+@pytest.mark.parametrize("copies", [1, 2])
+@on_ranks(4)
+def test_what_some_ranks_had_is_a_gradient_on_all_also_zeroed_or_frozen_since(rank, way, copies):
+    """The branch runs on the ranks of one copy, or on one rank, in a microbatch that isn't summed yet."""
+    model = Model()
+    mesh = init_device_mesh("cpu", (copies, 4 // copies) if copies > 1 else (4,))
+    for module in (model.branch, model):
+        fully_shard(module, mesh=mesh)
+    wait = model.set_requires_all_reduce if copies > 1 else model.set_requires_gradient_sync
+    wait(False)
+    of(model(rows(0, rank, 0), branch=rank < copies)).backward()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    if way == "frozen":
+        model.branch.requires_grad_(False)
+    elif way == "foreach":
+        torch._foreach_zero_(grads)
+    else:
+        clearing(model)[way]()
+    wait(True)
+    of(model(rows(0, rank, 1))).backward()
+    for param in model.branch.parameters():
+        assert full(param.grad).any() == (way == "frozen")
 
 
 @on_ranks(2)

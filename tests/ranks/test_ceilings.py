@@ -40,6 +40,8 @@ _MANY = (
 
 _ORDERED = "second hops between nodes keep one order: 6 lines"
 
+_LEFT = "gradients of some ranks only, then frozen or zeroed: 20 lines; side streams of a device: 13"
+
 _APART = "what coded messages keep lies beside a transport, and not in parameters: 25 lines"
 
 _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what no other test did"
@@ -47,15 +49,19 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(13_850, 14_500),
+    "lines that the import loads": Ceiling(13_885, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_185, 17_000, f"{_MANY}; {_APART}"),
+    "lines loaded after ten steps": Ceiling(17_220, 17_000, f"{_MANY}; {_APART}; {_LEFT}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
-    "code lines of a step": Ceiling(2_095, 1_800, _PLANNED),
-    "code lines of the core": Ceiling(11_898, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}"),
-    "code lines of src": Ceiling(38_330, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}"),
-    "code lines of tests": Ceiling(45_280, 41_500, _SIMULATED),
+    "code lines of a step": Ceiling(2_100, 1_800, _PLANNED),
+    "code lines of the core": Ceiling(
+        11_932, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}"
+    ),
+    "code lines of src": Ceiling(
+        38_368, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}"
+    ),
+    "code lines of tests": Ceiling(45_382, 41_500, _SIMULATED),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
 }

@@ -36,12 +36,14 @@ def test_every_section_runs_and_leaves_its_figures_on_the_page(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_section_that_is_ended_at_its_time_limit_leaves_the_others_whole(tmp_path):
-    page = tmp_path / "page.md"
-    words = ["--device", "sim", "--page", str(page), "--limit-s", "losses", "0.5"]
+def test_a_section_that_is_ended_at_its_time_limit_leaves_the_others_whole_and_what_ranks_print(tmp_path):
+    page, kept = tmp_path / "page.md", tmp_path / "kept"
+    words = ["--device", "sim", "--page", str(page), "--limit-s", "losses", "0.5", "--keep", str(kept)]
     command = [sys.executable, "-m", "bench.prove_gpu", *words, "--only", "losses", "four_bit"]
     status, parts = proven(page, *command)
     assert status == 1
     assert "over its time limit" in parts[TITLES["losses"]]
     assert has_figures(parts[TITLES["four_bit"]])
     assert "Failed" not in parts[TITLES["four_bit"]]
+    assert (kept / "four_bit-2" / "rows").read_text()
+    assert len(list((kept / "four_bit-2").rglob("stdout.log"))) == 2

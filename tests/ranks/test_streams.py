@@ -251,8 +251,9 @@ def races_of(rules, gatherer, hybrid, bucket_cap_mb):
     recorder = Recorder(Device())
     device = recorder.device
 
+    streams = rules(lambda: FakeStream(device), lambda: device.current[-1])
+
     def make_comm(ranks, device_type, within, host=None):
-        streams = rules(lambda: FakeStream(device), lambda: device.current[-1])
         groups = [Group(recorder, ranks) for _ in range(2)]
         return ProcessGroupComm(*groups, LaunchLog(ranks, device_type), streams, host)
 

@@ -18,6 +18,15 @@ KEPT = {
         drawn(2916860656), worlds=drawn(2916860656).worlds[:1], faults=drawn(2916860656).faults[:1]
     ),
     "ranks of two nodes that take other routes launch the second hops in one order": drawn(56),
+    "ranks of a node that wait for gathers in another order launch the second hops in one": replace(
+        drawn(33),
+        worlds=[["host 0", "host 0", "host 1", "host 1"]],
+        copies=2,
+        over_all=True,
+        uniform=0.0,
+        evaluations=0.3,
+        faults=[Fault()],
+    ),
 }
 """Nights that have found a fault, and what is right now."""
 FRESH_S = 20.0

@@ -335,5 +335,11 @@ def split_targets(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on ``device``, through pinned memory: else the host would wait for the copy, which
+    comes after all that the device has queued."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _gather(data: np.ndarray, starts: list[int], length: int) -> torch.Tensor:
     return torch.from_numpy(np.stack([data[i : i + length + 1] for i in starts]).astype(np.int64))

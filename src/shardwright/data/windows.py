@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwright.data.store import Examples
+from shardwright.data.text import to_device
 from shardwright.errors import DataError
 
 IGNORED = -100
@@ -36,8 +37,9 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same on ``device``."""
-        positions = None if self.positions is None else self.positions.to(device)
-        return Batch(self.inputs.to(device), self.targets.to(device), positions, self.num_targets)
+        positions = None if self.positions is None else to_device(self.positions, device)
+        inputs, targets = to_device(self.inputs, device), to_device(self.targets, device)
+        return Batch(inputs, targets, positions, self.num_targets)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ first, results may differ in the last bit, so all ranks should have the extra, o
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -29,13 +28,14 @@ def decodes(codes: torch.Tensor, cols: int, block: int, dtype: torch.dtype) -> b
     return fits and _functional() is not None
 
 
-def decode(codes: torch.Tensor, absmax: torch.Tensor, levels: Sequence[float], out: torch.Tensor) -> None:
-    """Fill ``out`` [rows, cols] from ``codes`` uint8 [rows, cols / 2] and ``absmax`` [rows, cols / block]."""
+def decode(codes: torch.Tensor, absmax: torch.Tensor, levels: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill ``out`` [rows, cols] from ``codes`` uint8 [rows, cols / 2], ``absmax`` [rows, cols / block] and
+    ``levels`` float32 [16], all on one device."""
     functional = _functional()
     state = functional.QuantState(
         absmax=absmax.float().reshape(-1),
         shape=out.shape,
-        code=torch.tensor(levels, device=codes.device),
+        code=levels,
         blocksize=out.numel() // absmax.numel(),
         quant_type="nf4",
         dtype=out.dtype,

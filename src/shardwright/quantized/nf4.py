@@ -163,7 +163,7 @@ def dequantize(
     codes = codes.contiguous().view(-1, codes.shape[-1])
     target = out.view(-1, cols)
     if bnb.decodes(codes, cols, block, dtype):
-        bnb.decode(codes, absmax, LEVELS, target)
+        bnb.decode(codes, absmax, _levels(codes.device), target)
         return out
     absmax = absmax.to(dtype).reshape(-1, absmax.shape[-1])
     step = max(1, _CHUNK_NUMEL // cols) if codes.device.type == "cpu" else len(codes)
@@ -250,11 +250,16 @@ _PACKED = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
 """Size of an element -> a dtype as wide as two of them."""
 
 
+# Tables are made once for each device: a copy to one makes its host wait for all that it has queued.
+@cache
+def _levels(device: torch.device) -> torch.Tensor:
+    return torch.tensor(LEVELS, dtype=torch.float32, device=device)
+
+
 @cache
 def _boundaries(device: torch.device) -> torch.Tensor:
     """The 15 midpoints between levels."""
-    levels = torch.tensor(LEVELS, dtype=torch.float32, device=device)
-    return (levels[1:] + levels[:-1]) / 2
+    return (_levels(device)[1:] + _levels(device)[:-1]) / 2
 
 
 @cache

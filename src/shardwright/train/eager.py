@@ -17,7 +17,7 @@ from shardwright import clock
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, async_save, load, save
 from shardwright.checkpoint.url import Location, RemotePath
-from shardwright.data.text import TrainBatches, split_targets
+from shardwright.data.text import TrainBatches, split_targets, to_device
 from shardwright.errors import ConfigError
 from shardwright.lora import trained_part
 from shardwright.module import FSDPModule
@@ -131,7 +131,7 @@ def heldout_loss(model: nn.Module, windows: Tensor, batch_size: int, place: Rank
         start = first + rank * batch_size
         batch = windows[start : start + batch_size]
         own = len(batch)
-        inputs, targets = split_targets((batch if own else windows[:1]).to(device))
+        inputs, targets = split_targets(to_device(batch if own else windows[:1], device))
         loss = loss_of(model(inputs), targets).item()
         loss_sum, count = loss_sum + loss * own, count + own
     model.train(was_training)
@@ -269,7 +269,7 @@ class EagerEngine(RankEngine):
             self.model.set_requires_gradient_sync(microbatch == training.accumulation - 1)
             first = position + microbatch * self._batches.share.num_windows
             with self.getting_data():
-                inputs, targets = (part.to(device) for part in self._batches.at(first))
+                inputs, targets = (to_device(part, device) for part in self._batches.at(first))
             loss = loss_of(self.model(inputs), targets) / training.accumulation
             loss.backward()
             total += loss.detach()

@@ -78,7 +78,8 @@ class ProcessState:
     diagnosis: what the watch found to be wrong for good; every wait and launch raises it from then on.
     explain, look: set by the watch. The error to raise in place of one that a transport met; and a look,
         now, whether there is a diagnosis.
-    recorder: what ran in the last steps. loops, device_times: of all transports that are alive.
+    recorder: what ran in the last steps. loops, device_times: of all transports that are alive. streams: by
+        device and thread, see ``Streams.of``.
     num_pages: pages of steps that ranks have written together. num_logs: launch logs that were made, by ranks
         and kind. probes: see ``is_closed``.
     is_ours, transport: what was chosen by ``set_process`` and ``set_transport``. told: warnings given once.
@@ -102,6 +103,7 @@ class ProcessState:
         self.num_logs: Counter[tuple[tuple[int, ...], str]] = Counter()
         self.loops: WeakSet[Any] = WeakSet()
         self.device_times: WeakSet[Any] = WeakSet()
+        self.streams: dict[tuple[torch.device, int], Any] = {}
         self.probes: WeakKeyDictionary[ProcessGroup, dict[int, Work]] = WeakKeyDictionary()
         self.is_ours: bool | None = None
         self.transport = "auto"

@@ -3,6 +3,7 @@
     compute   the caller's: forwards, backwards, optimizer
     gather    takes a group's buffer, copies the own shard in, launches its all-gather
     reduce    casts and pads gradients, launches their reduce-scatter into memory of its own
+    second    launches what follows a reduce-scatter: an all-reduce over copies, the hop between nodes
     offload   copies sums to pinned memory of the host; made when the first one is
 
 Device memory belongs to the stream that it was taken on: given back, it is handed out there again at once, in
@@ -19,8 +20,8 @@ until the host looks again, so that peaks depend on timing. It isn't used; inste
 4. Gradients are read by reduce after what compute had queued, and are held until compute has waited for that:
    from then on compute may have their memory again. The sums are memory of reduce; it takes memory only after
    what compute had queued by then, so after every reader of a sum that was dropped.
-5. An all-reduce over copies is launched from the reduce stream of its transport, which waits for the
-   reduce-scatter's sums; what that has read is held until compute has waited for them, too.
+5. An all-reduce over copies is launched from second, which waits for the reduce-scatter's sums; what that
+   has read is held until compute has waited for them, too.
 6. Sums that go to the host are read by offload after what compute had queued (their division), and are held
    until compute has waited for that, which it does when the next sums follow.
 7. The host reads what offload has copied, and writes shards that lie in its memory, only after it has waited
@@ -31,6 +32,7 @@ An event is recorded where one of these begins and waited for at most once. test
 streams run as far apart as events allow and finds every race, also that each rule is needed.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -39,6 +41,7 @@ from typing import Any
 import torch
 
 from shardwright.errors import StageError
+from shardwright.transport.process import process_state
 
 HIGH_PRIORITY = -1
 """Of streams: what collectives wait for goes before computations that could as well run later."""
@@ -75,7 +78,7 @@ class Due:
 
 
 class Streams:
-    """The side streams of one transport.
+    """The side streams of all transports of a device that one thread has made.
 
     make: makes a stream. current: gives the one that is current now; outside of this class' blocks, compute.
     captures: whether what is queued on the current stream now is recorded in a graph instead of run.
@@ -92,6 +95,7 @@ class Streams:
     ) -> None:
         self._gather = make()
         self._reduce = make()
+        self._second = make()
         self._make = make
         self._current = current
         self._offload: Any = None
@@ -107,9 +111,21 @@ class Streams:
 
     @classmethod
     def of(cls, device: torch.device) -> "Streams | None":
-        """Those for tensors on ``device``; None on the host."""
+        """Those for tensors on ``device``; None on the host.
+
+        One set for all transports: torch has 32 streams of a priority, which it gives out in turn, so of many
+        sets one's gather stream would be another's reduce stream, and no rule held. Of each thread its own,
+        since what a set remembers is of one order of calls.
+        """
         if device.type == "cpu":
             return None
+        made, key = process_state.streams, (device, threading.get_ident())
+        if key not in made:
+            made[key] = cls._made_for(device)
+        return made[key]
+
+    @classmethod
+    def _made_for(cls, device: torch.device) -> "Streams":
         return cls(
             partial(torch.Stream, device, priority=HIGH_PRIORITY),
             partial(torch.accelerator.current_stream, device),
@@ -171,6 +187,17 @@ class Streams:
         Due(self._current()).wait(self._reduce)  # rule 4, for gradients and for the memory of the sums
         with self._reduce:
             yield
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Wait for a reduce-scatter and launch what follows it inside (rule 5): the next reduce-scatter isn't
+        queued behind that."""
+        reduce, self._reduce = self._reduce, self._second
+        try:
+            with self.reducing():
+                yield
+        finally:
+            self._reduce = reduce
 
     def reduced(self) -> Due:
         """What reduce has queued: for compute to wait for (rules 3 and 4)."""

@@ -34,9 +34,8 @@ class TwoLevelComm(Comm):
         self.log = flat.log
         self.sent_nbytes = 0
         self.exposed_s: float | None = 0.0
-        # Collectives whose second hop may be still to be issued.
-        self._gathers: list[_TwoGathers] = []
-        self._last: _TwoReductions | None = None
+        self._halfway: list[_TwoGathers | _TwoReductions] = []
+        """Collectives whose second hop is still to be issued, in the order in which they were launched."""
 
     @property
     def host(self) -> Comm:
@@ -60,24 +59,30 @@ class TwoLevelComm(Comm):
         places = [Segment(each.flat, each.spans.joined(self.between.world)) for each in segments]
         own = [self._of_place(each) for each in segments]
         if self.streams is None:
-            made = _TwoGathers(self.between.all_gather(own, key), self.node, places, key)
-            self._gathers = [each for each in self._gathers if each.is_halfway] + [made]
+            made = _TwoGathers(self, self.between.all_gather(own, key), places, key)
+            self._halfway.append(made)
             return made
         with self.streams.gathering([segment.flat for segment in segments]):
             self.between.all_gather(own, key).wait()  # the gather stream waits
             return self.node.all_gather(places, key)
 
     def go_on(self) -> None:
-        """See ``Comm.go_on``: the second hops of all-gathers, which a rank of the node may wait for."""
-        self._issue_gathers()
-        if self._last is not None:
-            self._last.go_on()
-            self._last = None
+        """See ``Comm.go_on``: issue the second hops, which a rank of the node or place may wait for."""
+        self.go_on_to(None)
 
-    def _issue_gathers(self) -> None:
-        for each in self._gathers:
-            each.go_on()
-        self._gathers = []
+    def go_on_to(self, last: "_TwoGathers | _TwoReductions | None") -> None:
+        """Issue the second hops that are still to be issued up to ``last`` (None: all), in order.
+
+        Before a rank waits for one it issues those before it, for which others may wait: ranks that run other
+        layers would wait for each other in a circle, or launch them in another order.
+        """
+        if last is None or last in self._halfway:
+            while self._halfway:
+                first = self._halfway[0]
+                first.issue()
+                self._halfway.pop(0)
+                if first is last:
+                    break
 
     def _of_place(self, segment: Segment) -> Segment:
         """This place's part of what is gathered, with the spans of the nodes in it."""
@@ -96,17 +101,16 @@ class TwoLevelComm(Comm):
         near = [Segment(e.flat, s, e.has_room) for e, s in zip(segments, joined, strict=True)]
         starts = [spans[self.node.rank][0] for spans in joined]
         far = [(e.spans.within(start, nodes), e.coded) for e, start in zip(segments, starts, strict=True)]
-        # Issued a reduction ago, so its first hop has most likely ended.
-        if self._last is not None:
-            self._last.go_on()
-        # Before it on every rank: one that doesn't use what is gathered would wait for it after this.
-        self._issue_gathers()
+        # Before it on every rank: one that doesn't use what is gathered would wait for it after this. A
+        # reduction was issued a while ago, so that its first hop has most likely ended.
+        self.go_on()
         first = self.node.reduce_scatter(near, dtypes, key)
-        self._last = made = _TwoReductions(first, self.between, far, list(dtypes), key)
-        if self.between.streams is not None:
-            with self.between.streams.reducing():
-                made.go_on()  # the reduce stream waits
-            self._last = None
+        made = _TwoReductions(self, first, far, list(dtypes), key)
+        if self.between.streams is None:
+            self._halfway.append(made)
+        else:
+            with self.between.streams.following():
+                made.issue()
         return made
 
     def gather_many(
@@ -121,25 +125,19 @@ class TwoLevelComm(Comm):
 class _TwoGathers:
     """An all-gather whose second hop is issued by ``wait``."""
 
-    def __init__(self, first: Gather, node: Comm, places: Sequence[Segment], key: str) -> None:
-        self._first, self._node, self._places, self._key = first, node, places, key
+    def __init__(self, comm: TwoLevelComm, first: Gather, places: Sequence[Segment], key: str) -> None:
+        self._comm, self._first, self._places, self._key = comm, first, places, key
         self._second: Gather | None = None
 
-    @property
-    def is_halfway(self) -> bool:
-        """Whether the second hop is still to be issued."""
-        return self._second is None
-
-    def go_on(self) -> None:
-        """Wait for the first hop and issue the second, where that isn't done."""
-        if self._second is None:
-            self._first.wait()
-            self._second = self._node.all_gather(self._places, self._key)
-            self._places = ()
+    def issue(self) -> None:
+        """Wait for the first hop and issue the second."""
+        self._first.wait()
+        self._second = self._comm.node.all_gather(self._places, self._key)
+        self._places = ()
 
     def wait(self) -> None:
         """See ``Gather.wait``."""
-        self.go_on()
+        self._comm.go_on_to(self)
         assert self._second is not None
         self._second.wait()
 
@@ -149,26 +147,25 @@ class _TwoReductions:
 
     def __init__(
         self,
+        comm: TwoLevelComm,
         first: Reduction,
-        between: Comm,
         far: list[tuple[Spans, bool]],
         dtypes: list[torch.dtype],
         key: str,
     ) -> None:
         """far: of each segment of the second hop its spans, and whether it is coded."""
-        self._first, self._between, self._key = first, between, key
+        self._comm, self._first, self._key = comm, first, key
         self._far, self._dtypes = far, dtypes
         self._second: Reduction | None = None
 
-    def go_on(self) -> None:
-        """Wait for the first hop and issue the second, where that isn't done."""
-        if self._second is None:
-            sums = zip(self._first.wait(), self._far, strict=True)
-            segments = [Segment(each, spans, coded=coded) for each, (spans, coded) in sums]
-            self._second = self._between.reduce_scatter(segments, self._dtypes, self._key)
+    def issue(self) -> None:
+        """Wait for the first hop and issue the second."""
+        sums = zip(self._first.wait(), self._far, strict=True)
+        segments = [Segment(each, spans, coded=coded) for each, (spans, coded) in sums]
+        self._second = self._comm.between.reduce_scatter(segments, self._dtypes, self._key)
 
     def wait(self) -> list[torch.Tensor]:
         """See ``Reduction.wait``."""
-        self.go_on()
+        self._comm.go_on_to(self)
         assert self._second is not None
         return self._second.wait()

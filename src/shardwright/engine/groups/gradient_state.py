@@ -41,7 +41,6 @@ from shardwright.torch_private import (
     local_of,
     make_wrapper,
     post_accumulate_grad_hooks_of,
-    spec_of,
     tree_leaves,
     tree_map,
 )
@@ -56,14 +55,20 @@ _SAME = ("aten::detach", "aten::alias", "aten::detach_", "aten::view")  # as zer
 class Mark:
     """What stands for gradients of a parameter that wait.
 
-    earlier: the gradient of earlier backwards in whose place it stands, or None. cleared: in place. lost:
-    they were dropped, since a backward failed.
+    earlier: the gradient of earlier backwards in whose place it stands, or None. cleared: in place, just now.
+    zeroed: so that zeros wait. lost: they were dropped, since a backward failed.
     """
 
     fqn: str
     earlier: torch.Tensor | None = None
     cleared: bool = False
+    zeroed: bool = False
     lost: bool = False
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing but zeros waits."""
+        return self.cleared or self.zeroed
 
 
 class _StandIn(torch.Tensor):
@@ -94,9 +99,10 @@ class _StandIn(torch.Tensor):
                 each.mark.cleared = True
             if name != "aten::_foreach_zero_":
                 return args[0]
-            foreach_zero_([each for each in args[0] if not isinstance(each, cls)])
+            if others := [each for each in args[0] if not isinstance(each, cls)]:
+                foreach_zero_(others)
             return None
-        waiting = [each.mark.fqn for each in marked if not each.mark.cleared]
+        waiting = [each.mark.fqn for each in marked if not each.mark.is_zero]
         if waiting:
             raise StageError(f"{name.removeprefix('aten::')} reads the gradient of {waiting[0]!r}, {_WHY}")
         args, kwargs = tree_map(lambda leaf: _zeros(leaf) if isinstance(leaf, cls) else leaf, (args, kwargs))
@@ -118,12 +124,6 @@ def mark_of(grad: torch.Tensor | None) -> Mark | None:
     """The mark of a gradient that waits; None of one that is there."""
     local = local_of(grad) if isinstance(grad, DTensor) else None
     return local.mark if isinstance(local, _StandIn) else None
-
-
-def zeros_of(grad: DTensor) -> torch.Tensor:
-    """The gradient of zeros that a cleared one is."""
-    local = local_of(grad)
-    return DTensor(_zeros(local), spec_of(grad), requires_grad=False)  # type: ignore[call-arg]
 
 
 class GradPlace(StrEnum):
@@ -186,18 +186,30 @@ class GradientState:
         self.follow_clears()
         for place in places or self.at:
             # A mark that is there stands for all that waits of its parameter, wherever it lies.
+            for param in self.at[place].keys() & self._marks.keys():
+                self._marks[param].zeroed = False
             for param in self.at[place].keys() - self._marks.keys():
                 grad = param.sharded.grad
                 mark = self._marks[param] = Mark(param.fqn, grad if mark_of(grad) is None else None)
                 param.sharded.grad = param.dtensor(_StandIn.make(param.local, mark))
 
     def follow_clears(self) -> None:
-        """What the caller has cleared since it was marked waits no more."""
+        """What the caller has cleared since it was marked waits no more; in place: zeros wait."""
         for param, mark in tuple(self._marks.items()):
-            if mark.cleared or mark_of(param.sharded.grad) is not mark:
-                for waiting in self.at.values():
-                    waiting.pop(param, None)
-                del self._marks[param]
+            is_dropped = mark_of(param.sharded.grad) is not mark
+            if not (mark.cleared or is_dropped):
+                continue
+            keeping = [at for place, at in self.at.items() if place in _OUTLAST_FAILURE and param in at]
+            if keeping and not is_dropped:
+                # A rank that ran other layers has nothing to clear. By the next reduction all have zeros, as
+                # one process has; else an optimizer would step the parameter on some ranks only.
+                earlier = [] if mark.earlier is None else [local_of(mark.earlier)]  # type: ignore[arg-type]
+                foreach_zero_([*earlier, *[at[param] for at in keeping]])
+                mark.cleared, mark.zeroed, mark.lost = False, True, False
+                continue
+            for waiting in self.at.values():
+                waiting.pop(param, None)
+            del self._marks[param]
 
     def forget(self) -> None:
         """Drop all that waits, and show the gradients in whose place its marks stand."""

@@ -84,13 +84,21 @@ class Reducer:
         """Whether gradients are summed over shards that this backward is to sum over copies."""
         return not self.done and self.policy.all_reduce and bool(self.gradients.of(GradPlace.SUMMED))
 
-    def hold(self, participates: bool = False, promote: bool = False) -> None:
+    @property
+    def left_mask(self) -> int:
+        """Bits of the parameters of which earlier microbatches have left gradients here."""
+        if not self.gradients.at:
+            return 0
+        left = {**self.gradients.of(GradPlace.ACCUMULATING), **self.gradients.of(GradPlace.SUMMED)}
+        return sum((param in left) << place for place, param in enumerate(self.params))
+
+    def hold(self, participates: bool = False, promote: bool = False, left: int = 0) -> None:
         """Take the gradients that this backward has brought, to be reduced.
 
         While accumulating they stay here, unsharded, to be reduced with later ones.
         participates: other ranks may have gradients where this one has none: those are zeros here.
         promote: they travel in the reduce dtype, as those of earlier microbatches do, which another rank may
-        have.
+        have. left: ``left_mask`` of all ranks.
         """
         gradients = self.gradients
         assert GradPlace.TAKEN not in gradients.at, f"{self.name}: gradients are held already"
@@ -104,9 +112,9 @@ class Reducer:
         if not summed:  # float16 that is added up must have been divided by the same number beforehand
             self._began_by = self._divisor
         trained = []
-        for param in self.params:
-            # Also where it was frozen since earlier microbatches have left some, which count.
-            if param.sharded.requires_grad or param in kept or param in summed:
+        for place, param in enumerate(self.params):
+            # Also where it was frozen since earlier microbatches have left some, which count, on any rank.
+            if param.sharded.requires_grad or param in kept or param in summed or left >> place & 1:
                 trained.append(param)
             if not param.sharded.requires_grad and param.bound is not None:
                 param.bound.param.grad = None  # frozen since the forward: as in one process it brings none

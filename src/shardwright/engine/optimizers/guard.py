@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Muon
 from torch.optim.optimizer import Optimizer
 
-from shardwright.engine.groups.gradient_state import mark_of, zeros_of
+from shardwright.engine.groups.gradient_state import mark_of
 from shardwright.engine.groups.group import ParamGroup, Stage
 from shardwright.engine.groups.table import tables
 from shardwright.engine.listeners import State, listeners
@@ -167,7 +167,7 @@ def _set_aside_waiting(optimizer: Optimizer, params: list[Any]) -> list[tuple[An
     if not waiting:
         return []
     marks = [mark for _, mark in pairs if mark is not None]
-    if len(waiting) == sum(param.grad is not None for param in params) and not all(m.cleared for m in marks):
+    if len(waiting) == sum(param.grad is not None for param in params) and not all(m.is_zero for m in marks):
         raise StageError(
             f"{type(optimizer).__name__} would step nothing: the gradients of all its {len(waiting)} "
             f"parameters ({marks[0].fqn!r}, ...) wait to be reduced, since the last backward was one of "
@@ -176,7 +176,8 @@ def _set_aside_waiting(optimizer: Optimizer, params: list[Any]) -> list[tuple[An
         )
     hidden = [(param, param.grad) for param in waiting]
     for param, mark in zip(waiting, marks, strict=True):
-        param.grad = zeros_of(param.grad) if mark.cleared else mark.earlier
+        # Also where it was cleared in place: on ranks that ran other layers there is none.
+        param.grad = mark.earlier
     return hidden
 
 

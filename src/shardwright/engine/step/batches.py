@@ -112,9 +112,8 @@ def reduce(reducers: Sequence[Reducer]) -> None:
     copied = [reducer for reducer in grads if reducer.has_copies]
     followed = [(reducer, streams) for reducer in copied if (streams := reducer.follows_on) is not None]
     for _, members in _by_comm(followed, lambda each: each[0].copies):
-        # On the reduce stream of the copies' transport (rule 5 of streams.py), which alone waits for the
-        # sums: neither the host nor compute does.
-        with members[0][1].reducing():
+        # Neither the host nor compute waits for the sums (rule 5 of streams.py).
+        with members[0][1].following():
             for reducer, _ in members:
                 reducer.follow()
             all_reduce([reducer for reducer, _ in members])

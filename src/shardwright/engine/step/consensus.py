@@ -119,19 +119,17 @@ class Consensus:
             rest = rest[width:]
         missing, not_smaller, used, kept, gradients = unions
         if points == SyncPoint.BACKWARD:
-            self._executor.promote = kept
+            self._executor.promote, self._executor.left = kept, gradients
         return ConsensusResult(points, equals[4], missing, not_smaller, used | kept, gradients)
 
     def _masks(self, point: SyncPoint, used: int) -> tuple[int, int, int, int, int]:
-        """This rank's bits of ``missing``, ``not smaller``, ``used``, ``kept`` and ``gradients``."""
+        """This rank's bits of ``missing``, ``not smaller``, ``used``, ``kept`` and ``gradients``, of what
+        earlier microbatches have left; at the end of a backward, of what it has brought."""
         groups = self._table.groups
         if point in (SyncPoint.DEVIATES, SyncPoint.FORWARD_END):
             return 0, 0, 0, 0, 0
         if point is SyncPoint.BACKWARD_END:
-            mask = 0
-            for group in reversed(groups):
-                mask = mask << len(group.params) | group.reducer.gradient_mask
-            return 0, 0, 0, 0, mask
+            return 0, 0, 0, 0, self._joined([group.reducer.gradient_mask for group in groups])
         every = (1 << len(groups)) - 1
         missing = bits(index for index, group in enumerate(groups) if group.stage is Stage.SHARDED)
         if point not in (SyncPoint.FORWARD, SyncPoint.BACKWARD):
@@ -144,7 +142,15 @@ class Consensus:
             index for index, group in enumerate(groups) if group.reducer.gradients.of(GradPlace.ACCUMULATING)
         )
         always = bits(i for i, group in enumerate(groups) if group.reducer.policy.unused_params)
-        return missing, not_smaller, used | always, kept, 0
+        left = self._joined([group.reducer.left_mask for group in groups])
+        return missing, not_smaller, used | always, kept, left
+
+    def _joined(self, masks: list[int]) -> int:
+        """The bits of all parameters, of those of each group's."""
+        joined = 0
+        for group in reversed(self._table.groups):
+            joined = joined << len(group.params) | masks.pop()
+        return joined
 
     def _equals(self, point: SyncPoint, entry: int, digest: int) -> tuple[int | None, ...]:
         """What must be equal on all ranks: what they agreed on, the module that runs, how gradients go."""

@@ -119,7 +119,8 @@ class Executor:
 
     agreement: that of the schedule policy in force, which must be the same on all ranks.
     promote: bits of the groups whose gradients travel in the reduce dtype, since some rank has kept some of
-        earlier microbatches in it. participates: other ranks may have gradients where this one has none.
+        earlier microbatches in it. left: bits of the parameters of which some rank has. participates: other
+        ranks may have gradients where this one has none.
     pending_steps: by group, the steps of optimizers that run inside of the backward, once their gradients are
         complete. asked: groups that the caller has unsharded, and nobody resharded since.
     """
@@ -128,7 +129,7 @@ class Executor:
         self.table = table
         self.memory = Memory()
         self.agreement = Agreement.STRICT
-        self.promote = 0
+        self.promote = self.left = 0
         self.participates = False
         self.pending_steps: dict[int, dict[Callable[[], None], None]] = {}
         self.asked: set[int] = set()
@@ -193,7 +194,8 @@ class Executor:
         self.land([self.table.groups[index] for index in missing])
         for index in missing:
             reducer = self.table.groups[index].reducer
-            reducer.hold(self.participates, bool(self.promote >> index & 1))
+            left = self.left and self.left >> sum(len(group.params) for group in self.table.groups[:index])
+            reducer.hold(self.participates, bool(self.promote >> index & 1), left)
 
     def _reduce(self, action: Action) -> None:
         """Issue the reduce-scatter of groups together, of what was taken before or is there now."""
