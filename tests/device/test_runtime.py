@@ -259,8 +259,8 @@ NOT_REACHED = {
     "transport/base.py AllReduce.wait: self._gather.wait()": _ON_HOSTS,
     "transport/link.py _measure: comm.all_gather([Segment(flat, equal_spans(nbytes, comm.world))], "
     "'measure the link').wait()": "it measures a link of hosts",
-    "transport/two_level.py _TwoGathers.go_on: self._first.wait()": _ON_HOSTS,
-    "transport/two_level.py _TwoGathers.go_on: self._first, kept": _ON_HOSTS,
+    "transport/two_level.py _TwoGathers.issue: self._first.wait()": _ON_HOSTS,
+    "transport/two_level.py _TwoGathers.issue: self._first, kept": _ON_HOSTS,
     "transport/two_level.py _TwoGathers.wait: self._second.wait()": _ON_HOSTS,
 }
 """What no schedule comes to, since it isn't on a device's way, with the reason."""
