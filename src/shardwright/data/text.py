@@ -336,9 +336,10 @@ def split_targets(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on ``device``, through pinned memory: else the host would wait for the copy, which
-    comes after all that the device has queued."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """The tensor on ``device``; from the host through pinned memory: else the host would wait for the copy,
+    which comes after all that the device has queued."""
+    leaves_host = tensor.device.type == "cpu" != device.type
+    return tensor.pin_memory().to(device, non_blocking=True) if leaves_host else tensor.to(device)
 
 
 def _gather(data: np.ndarray, starts: list[int], length: int) -> torch.Tensor:

@@ -148,8 +148,8 @@ class Consensus:
     def _joined(self, masks: list[int]) -> int:
         """The bits of all parameters, of those of each group's."""
         joined = 0
-        for group in reversed(self._table.groups):
-            joined = joined << len(group.params) | masks.pop()
+        for group, mask in zip(reversed(self._table.groups), reversed(masks), strict=True):
+            joined = joined << len(group.params) | mask
         return joined
 
     def _equals(self, point: SyncPoint, entry: int, digest: int) -> tuple[int | None, ...]:
