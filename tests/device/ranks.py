@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -204,7 +203,7 @@ class Simulated(cases.Place):
         return [self._accelerator.read(each) for each in tensors]
 
 
-_axis_over_all, _backward = meshes._axis_over_all, torch.Tensor.backward
+_axis_over_all = meshes._axis_over_all
 
 
 def _mesh_on_host(mesh: Any) -> meshes.Axis:
@@ -258,7 +257,6 @@ class Job:
             (torch.accelerator, "is_available", lambda: True),
             (torch.accelerator, "current_accelerator", lambda *_, **__: None),  # a torch with CUDA has one
             (torch.accelerator, "synchronize", lambda: self.world.device.synchronize()),
-            (torch.Tensor, "backward", lambda *of, **options: self._backward(*of, **options)),
             (torch.Tensor, "data_ptr", lambda tensor: self.world.device.memory.pointer_of(tensor)),
             (meshes, "new_group", _new_group),
             (meshes, "_axis_over_all", _mesh_on_host),
@@ -277,19 +275,6 @@ class Job:
             torch._C._distributed_c10d._set_thread_isolation_mode(False)
             for (owner, name, _), value in zip(stand_ins, before, strict=True):
                 setattr(owner, name, value)
-
-    def _backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        """As on an accelerator, whose nodes autograd runs in a thread of its own, hooks and end callbacks
-        among them, while the training thread waits."""
-        device, groups = self.world.device, ThreadLocalWorld._world.world
-
-        def run() -> None:
-            ThreadLocalWorld._world.world = groups
-            with Kernels(device):
-                _backward(loss, *arguments, **options)
-
-        with ThreadPoolExecutor(1) as of_autograd:
-            of_autograd.submit(run).result()
 
     @staticmethod
     def _fresh() -> list[Any]:

@@ -124,6 +124,11 @@ class Group:
         """A bit where this rank has had a gradient."""
         return int(self.brought)
 
+    @property
+    def left_mask(self) -> int:
+        """A bit where gradients of earlier microbatches are kept."""
+        return int(self.kept is not None)
+
     def of(self, _: object) -> bool:
         """Whether gradients of earlier microbatches are kept."""
         return self.kept is not None
