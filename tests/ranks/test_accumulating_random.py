@@ -112,7 +112,7 @@ class Both:
             elif way < 4:
                 model.zero_grad(set_to_none=way == 2)
             else:
-                for param in optimizer.param_groups[0]["params"]:
+                for param in model.parameters():
                     param.grad = None
 
     def evaluate(self, seed):
@@ -199,4 +199,4 @@ SETTINGS = [
 @pytest.mark.parametrize(("shape", "reshard"), SETTINGS)
 def test_random_sequences_give_the_gradients_of_plain_autograd(shape, reshard, seeds):
     world = shape[0] * (shape[1] if len(shape) > 1 else 1)
-    run_ranks(world, sequences, shape, reshard, seeds, limit_s=240.0)
+    run_ranks(world, sequences, shape, reshard, seeds, limit_s=max(60.0, 8.0 * len(seeds)))

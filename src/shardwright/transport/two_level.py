@@ -76,13 +76,9 @@ class TwoLevelComm(Comm):
         Before a rank waits for one it issues those before it, for which others may wait: ranks that run other
         layers would wait for each other in a circle, or launch them in another order.
         """
-        if last is None or last in self._halfway:
-            while self._halfway:
-                first = self._halfway[0]
-                first.issue()
-                self._halfway.pop(0)
-                if first is last:
-                    break
+        while self._halfway and (last is None or last in self._halfway):
+            self._halfway[0].issue()
+            self._halfway.pop(0)
 
     def _of_place(self, segment: Segment) -> Segment:
         """This place's part of what is gathered, with the spans of the nodes in it."""
