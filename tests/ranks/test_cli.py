@@ -11,7 +11,7 @@ from shardwright import fully_shard
 from shardwright.checkpoint import save
 from shardwright.cli import main
 from tests.ranks.pool import run_ranks
-from tests.ranks.top import said_by_top
+from tests.ranks.top import printed_by_top, said_by_top
 
 
 def write(rank, world, folder, step, value):
@@ -82,12 +82,20 @@ def ask(rank, world):
     return said_by_top(rank)
 
 
-def test_top_prints_what_each_rank_says_as_an_object():
+def ask_while_one_waits(rank, world):
+    model, said = fully_shard(nn.Linear(2, 2)), ""
+    while rank == 1 and not (said and json.loads(said)["answers"]["0"]["waits"]):
+        said = printed_by_top()
+    model(torch.ones(1, 2))
+    return said
+
+
+@pytest.mark.parametrize("ask", [ask, ask_while_one_waits])
+def test_top_prints_what_each_rank_says_as_an_object(ask):
     line = run_ranks(2, ask)[1]
     said = json.loads(line)
-    assert (said["world"], said["answers"].keys(), said["ended"]) == (2, {"0", "1"}, [])
+    assert (said["world"], said["answers"].keys(), said["ended"], line.count("\n")) == (2, {"0", "1"}, [], 1)
     assert {answer["rank"] for answer in said["answers"].values()} == {0, 1}
-    assert line.count("\n") == 1
 
 
 def test_consolidate_writes_plain_safetensors(folder):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from shardwright.errors import CommError, Diverged, RankFailed, RankLost, Stalled
@@ -121,8 +122,7 @@ class Findings:
 
     ended: ranks whose process or connection is known to be gone. silent: seconds since a rank last answered,
     of those that did not. took_s: how long answers were waited for. asker, hosts: who asked, and the address
-    of each rank's host, as far as they are known. missing: what the diagnosis has counted already, by what is
-    waited for: a transport's name and a launch's number.
+    of each rank's host, as far as they are known.
     """
 
     world: int
@@ -133,7 +133,11 @@ class Findings:
     took_s: float = 0.0
     asker: int = -1
     hosts: Mapping[int, str] = field(default_factory=dict)
-    missing: dict[tuple[str, int], list[int]] = field(default_factory=dict, init=False, compare=False)
+
+    @cached_property
+    def missing(self) -> dict[tuple[str, int], list[int]]:  # not a field: `top --json` prints the fields
+        """What the diagnosis has counted, by what is waited for: a transport's name, a launch's number."""
+        return {}
 
 
 @dataclass(frozen=True)
