@@ -62,6 +62,19 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
                     runtime.do(kind, group)
         return cast(Any, super()).parameters(recurse)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of ``nn.Module``; after a backward that raised these are the shards again. Local.
+
+        Args:
+            args: as of ``nn.Module.named_parameters``.
+            kwargs: as of ``nn.Module.named_parameters``.
+
+        Returns:
+            An iterator of names and parameters.
+        """
+        self._unit().runtime.running()
+        return cast(Any, super()).named_parameters(*args, **kwargs)
+
     # ---- unsharding by hand
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
@@ -297,8 +310,6 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, for the gradients of the shards, also while parameters are unsharded.
-
-        They are after a backward that raised, so that ``p.grad = None`` for ``parameters()`` isn't enough.
 
         Local; no communication.
 

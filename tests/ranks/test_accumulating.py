@@ -131,10 +131,12 @@ def clearing(model):
     }
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("earlier", [False, True])
 @on_ranks(2)
-def test_what_is_cleared_between_microbatches_is_gone(earlier):
-    """A microbatch without sync, after a step whose gradients were kept or not, is dropped."""
+def test_what_is_cleared_between_microbatches_is_gone(earlier, fails):
+    """A microbatch without sync, after a step whose gradients were kept or not, is dropped; also where one
+    after it fails."""
     for name in clearing(Model()):
         ours, whole = Model(), Model()
         fully_shard(ours)
@@ -144,6 +146,11 @@ def test_what_is_cleared_between_microbatches_is_gone(earlier):
             if model is ours:
                 model.set_requires_gradient_sync(False)
             of(model(rows(0, 0, 1), branch=True)).backward()
+            if fails:
+                handle = model.block.register_full_backward_pre_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    of(model(rows(0, 0, 1), branch=True)).backward()
+                handle.remove()
         for model in (ours, whole):
             model.head.requires_grad_(False)  # which no forward ran
             for param in model.head.parameters():
