@@ -237,6 +237,33 @@ def test_what_a_failed_backward_has_lost_of_earlier_microbatches_is_told(rank):
                 of(model(rows(0, rank, 1))).backward()
 
 
+@pytest.mark.parametrize("way", ["set", "no_sync"])
+@pytest.mark.parametrize("copies", [1, 2])
+@on_ranks(4)
+def test_what_a_failed_microbatch_without_sync_has_brought_stays_and_so_do_sums_in_flight(rank, way, copies):
+    ours, whole = Model(), Model()
+    fully_shard(ours, mesh=init_device_mesh("cpu", (copies, 4 // copies) if copies > 1 else (4,)))
+    ours.set_is_last_backward(False)
+    for model in (ours, whole):
+        of(model(rows(0, 0, 0), branch=True)).backward()
+        handle = model.branch.register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with (
+            pytest.raises(ZeroDivisionError),
+            ours.no_sync() if way == "no_sync" and model is ours else nullcontext(),
+        ):
+            if way == "set":
+                ours.set_requires_gradient_sync(False)
+            of(model(rows(0, 0, 1), branch=True)).backward()
+        handle.remove()
+        if model is ours:
+            ours.set_is_last_backward(True)
+            ours.set_requires_gradient_sync(True)
+        of(model(rows(0, 0, 2))).backward()
+    for (name, mine), other in zip(ours.named_parameters(), whole.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None), name
+        assert other.grad is None or torch.allclose(full(mine.grad), other.grad, atol=1e-6), name
+
+
 @on_ranks(2)
 def test_gradients_may_be_reduced_inside_of_a_step_with_a_closure(rank, world):
     """As Lightning's Trainer does: the last microbatch's backward runs inside of the step."""

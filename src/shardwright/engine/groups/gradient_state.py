@@ -114,6 +114,8 @@ _WHY = (
     "set_requires_all_reduce(False). Read gradients, and step, after a backward that synchronises, or drop "
     "them with zero_grad()"
 )
+_LOST = "were lost in a backward that failed: call zero_grad() after it, and begin the step again"
+_SET = "; set that of a sharded parameter to a DTensor like the parameter, or to None"
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
@@ -219,16 +221,17 @@ class GradientState:
         self._marks.clear()
         self.at.clear()
 
-    def drop(self) -> None:
-        """A backward failed: what it had come to is lost, and what is in flight ends unseen. Of earlier
-        microbatches that stays which it had not come to."""
+    def drop(self, reduces: bool = True) -> None:
+        """A backward failed: what it had come to is lost, and what is in flight ends unseen; where it
+        ``reduces`` nothing, only what it was adding to. The rest of earlier microbatches stays."""
         self.follow_clears()
-        for place in [place for place in self.at if place not in _OUTLAST_FAILURE]:
-            for param in self.at[place]:
-                if param in self._marks:  # told where its next sum comes: the rest of the step is incomplete
-                    self._marks[param].lost = True
+        lost = set(GradPlace).difference(_OUTLAST_FAILURE) if reduces else {GradPlace.TAKEN}
+        for place in lost & self.at.keys():
+            for param in self.at[place].keys() & self._marks.keys():
+                self._marks[param].lost = True  # told where its next sum comes: the step is incomplete
             del self.at[place]
-        self.brought.clear()
+        if reduces:
+            self.brought.clear()
 
     # ---- from autograd into a collective
 
@@ -309,6 +312,10 @@ class GradientState:
         used = {param: total for param, total in aside.items() if param in brought}
         if used:
             self._pass_on(used)
+        # Of the others a backward that wasn't the last of its step has left marks.
+        for param in aside.keys() & self._marks.keys() - used.keys():
+            if not any(param in waiting for waiting in self.at.values()):
+                param.sharded.grad = self._marks.pop(param).earlier
         if GradPlace.SUMMED not in self.at:  # else what this rank has had is still on its way
             self.brought.clear()
 
@@ -369,10 +376,7 @@ class GradientState:
             if mark is not None:
                 grad = None if mark.cleared else mark.earlier
             if mark is not None and mark.lost and not mark.cleared:
-                raise StageError(
-                    f"gradients of earlier microbatches of {param.fqn!r} were lost in a backward that "
-                    "failed: call zero_grad() after it, and begin the step again"
-                )
+                raise StageError(f"gradients of earlier microbatches of {param.fqn!r} {_LOST}")
             if grad is None:
                 sharded.grad = param.dtensor(local)
             elif isinstance(grad, DTensor):
@@ -380,10 +384,7 @@ class GradientState:
                     sharded.grad = grad
                 again.append((local_of(grad), local))
             else:
-                raise InputError(
-                    f"the gradient of sharded parameter {param.fqn!r} was set to a {type(grad).__name__}; "
-                    "set it to a DTensor like the parameter, or to None"
-                )
+                raise InputError(f"the gradient of {param.fqn!r} is a {type(grad).__name__}{_SET}")
             self._marks.pop(param, None)  # what it stood for has come, and wasn't cleared
         if again:
             foreach_add_([earlier for earlier, _ in again], [later for _, later in again])

@@ -383,15 +383,6 @@ def grad_nbytes(group: ParamGroup) -> int:
     return sum(p.local.element_size() * p.layout.numel for p in group.params if p.trainable)
 
 
-def drop_grads(group: ParamGroup) -> None:
-    """Forget the gradients of a backward that failed; a reduction in flight ends unseen. Those of earlier
-    microbatches stay."""
-    group.reducer.drop()
-    for param in group.params:
-        if param.bound is not None:
-            param.bound.param.grad = None
-
-
 def restore(group: ParamGroup) -> None:
     """Bring a group to rest, wherever an interrupt has come; not what is being gathered, which the next use
     waits for."""

@@ -45,7 +45,8 @@ class Reducer:
         gradients go, and whole or by rows. gradients: where they are.
     hook: called with the group's reduced gradients, one flat tensor for each dtype, before they are added to
         the shards'; stream: where it runs (CUDA).
-    done: whether this backward has reduced them.
+    done: whether this backward has taken them. reduces: whether a backward runs, or has failed, that was to
+        reduce them; the policy may be another since.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Reducer:
         self.gatherer = gatherer
         self.hook: Hook | None = None
         self.stream: Any = None
-        self.done = False
+        self.done = self.reduces = False
         self.gradients = GradientState()
         self.name = name
         self.params = params
@@ -235,11 +236,13 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget the gradients of a backward that failed (see ``GradientState.drop``)."""
-        self.gradients.drop()
-        self.done = False
-        if not self.policy.reduce:  # as in one process, what has come of it stays
+        self.gradients.drop(self.reduces)
+        if not self.reduces:  # as in one process, what has come of it stays
             self.gradients.accumulate(self._widened(self.gradients.take(self.params)))
             del self.gradients.at[GradPlace.TAKEN]
+        for param in self.params:
+            if param.bound is not None:
+                param.bound.param.grad = None
 
     @property
     def _divisor(self) -> float:

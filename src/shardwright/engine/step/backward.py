@@ -82,7 +82,7 @@ class Backward:
         self.number += 1
         self.runtime.begin(Phase.BACKWARD, self._lives)
         for group in self.runtime.groups:
-            group.reducer.done = False
+            group.reducer.done, group.reducer.reduces = False, group.reducer.policy.reduce
         return ending
 
     def _lives(self) -> bool:

@@ -11,13 +11,7 @@ import torch.distributed as dist
 
 from shardwright import clock
 from shardwright.engine.groups.gradient_state import GradPlace
-from shardwright.engine.groups.group import (
-    ParamGroup,
-    Stage,
-    drop_grads,
-    follow_freezing,
-    restore,
-)
+from shardwright.engine.groups.group import ParamGroup, Stage, follow_freezing, restore
 from shardwright.engine.groups.table import GroupTable
 from shardwright.engine.listeners import listeners
 from shardwright.engine.step import batches
@@ -336,7 +330,7 @@ class Executor:
         """Forget a step that an exception ended: steps that are pending, gradients that are not reduced."""
         self.pending_steps.clear()
         for group in self.table.groups:
-            drop_grads(group)
+            group.reducer.drop()
         self.reshard_unsharded()
         for group in self.table.groups:
             restore(group)
@@ -354,6 +348,7 @@ class Executor:
                 self._paging.pop().arrive()
             self.forget_versions()
             for index, group in enumerate(self.table.groups):
+                group.reducer.reduces = False
                 if group.reducer.gradients.at:
                     group.reducer.gradients.outlive()
                 # Kept by set_reshard_after_backward(False): shards have gradients. Inside of a forward its
