@@ -133,10 +133,10 @@ class Group:
         """Whether gradients of earlier microbatches are kept."""
         return self.kept is not None
 
-    def hold(self, participates: bool) -> None:
+    def hold(self, participates: bool, left: int) -> None:
         """As ``Reducer.hold``."""
         require(self.flight is None, "what is held while it is reduced: group", self.number)
-        grad, trained = plus(self.kept, self.grad), self.trainable or self.kept is not None
+        grad, trained = plus(self.kept, self.grad), self.trainable or left or self.kept is not None
         self.grad = self.kept = None
         if not self.reduce:
             self.kept = grad
@@ -166,8 +166,9 @@ class Rank:
         self.groups = [Group(index, number, spec) for index, spec in enumerate(plan.specs)]
         self.table = self
         self.consensus = Consensus(self, self if self.agrees else None)  # type: ignore[arg-type]
+        self.consensus.names = {1: "part"}
         self.follower = Follower(plan.policy, self.specs(), plan.mode)
-        self.promote = 0
+        self.promote = self.left = 0
         self.actions = self.answers = self.phases = self.marks = ()  # marks: how often it had asked
         self.todo: tuple[tuple[Any, ...], ...] = ()  # before the rest of the program
         self.num_done = self.place = self.heard = self.entry = 0
@@ -382,7 +383,7 @@ class Rank:
     def _hold(self, groups: list[Group]) -> None:
         for group in groups:
             if group.taken is None:
-                group.hold(self.agrees)
+                group.hold(self.agrees, self.left >> group.number & 1)
 
     def _land(self, groups: list[Group], night: "Night") -> None:
         for group in groups:

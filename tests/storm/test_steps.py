@@ -5,11 +5,13 @@ import hashlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from shardwright import clock
+from shardwright.engine.step import consensus
 from shardwright.errors import Diverged
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.following import Mode
@@ -260,9 +262,30 @@ def test_a_rank_that_is_killed_leaves_no_step_of_the_others_settled():
     assert [rank.num_settled for rank in night.ranks] == [1, 1, 1]
 
 
-def test_ranks_in_different_calls_are_told_so():
-    night = job([("begin", Phase.FORWARD, 0)], [("begin", Phase.BACKWARD, 0)], expects=DIVERGES)
-    assert all(isinstance(rank.error, Diverged) for rank in night.ranks)
+def test_ranks_in_different_calls_are_told_so_with_one_rank_of_each_kind():
+    begin = [[("begin", phase, entry)] for phase, entry in ((Phase.FORWARD, 1), (Phase.BACKWARD, 0))]
+    night = job([("set", "reduce", 0), STEP, *begin[0]], begin[1], [("join",)], begin[1], expects=DIVERGES)
+    for rank in night.ranks:
+        assert isinstance(rank.error, Diverged)
+        assert str(rank.error).splitlines()[:-1] == [
+            "ranks are in different calls (one rank of each kind is shown):",
+            "  rank 0: the forward of part, after 1 steps of optimizers, of pass 0 (program)",
+            "  rank 1: the backward, reducing 4 of 4 groups, 4 trainable parameters, of pass 0 (program)",
+            "  rank 2: join_evaluations, of pass 0 (program)",
+        ]
+
+
+def test_the_line_of_a_call_is_the_users(monkeypatch):
+    assert consensus._user_line() == f"{__file__}:{sys._getframe().f_lineno}"
+    monkeypatch.setattr(consensus, "_OURS", (*consensus._OURS, "concurrent"))
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(consensus._user_line).result() == "a thread of autograd's"
+
+
+def test_what_all_keep_over_a_smaller_world_is_gathered_from_there():
+    specs = (GroupSpec(True, nbytes=1, smaller_world=True), *(SPEC,) * 3)
+    night = job(*[train(TOP, [A, B], 1 << 8 * rank) for rank in range(2)], specs=specs)
+    assert sum(action.smaller for action, *_ in night.launches) == 1
 
 
 # ---- what breaks a promise is seen
@@ -271,10 +294,10 @@ def test_ranks_in_different_calls_are_told_so():
 def test_gradients_that_one_rank_loses_are_seen(monkeypatch):
     own = run.__globals__["Group"].hold
 
-    def hold(self, participates):
+    def hold(self, *told):
         if self.rank == 1 and self.number == B:
             self.grad = None
-        own(self, participates)
+        own(self, *told)
 
     monkeypatch.setattr(run.__globals__["Group"], "hold", hold)
     with pytest.raises(Broken, match="of group 1 there is 2 not"):
