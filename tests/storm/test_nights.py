@@ -5,10 +5,21 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from shardwright.policy import SchedulePolicy
 from tests.storm.nights import Fault, Night, Plan, drawn, told, with_a_flipped_bit
+
+
+
+def hybrid(seed: int, **changes: Any) -> Plan:
+    """A night of two nodes of two ranks, which share all of the model, and of which nothing breaks."""
+    nodes = ["host 0", "host 0", "host 1", "host 1"]
+    plan = replace(drawn(seed), worlds=[nodes], copies=2, over_all=True, faults=[Fault()], microbatches=1)
+    return replace(plan, **changes)
+
 
 KEPT = {
     "a rank that was stopped as ranks met doesn't take that for a silent store": replace(
@@ -18,14 +29,11 @@ KEPT = {
         drawn(2916860656), worlds=drawn(2916860656).worlds[:1], faults=drawn(2916860656).faults[:1]
     ),
     "ranks of two nodes that take other routes launch the second hops in one order": drawn(56),
-    "ranks of a node that wait for gathers in another order launch the second hops in one": replace(
-        drawn(33),
-        worlds=[["host 0", "host 0", "host 1", "host 1"]],
-        copies=2,
-        over_all=True,
-        uniform=0.0,
-        evaluations=0.3,
-        faults=[Fault()],
+    "ranks of two nodes that wait for a reduction early or late launch gathers in one order": hybrid(
+        3, steps=15, policy=SchedulePolicy(forward_prefetch=True, bucket_cap_mb=0.0, max_reductions=1)
+    ),
+    "ranks of a node that wait for gathers in another order launch the second hops in one": hybrid(
+        33, evaluations=0.3, uniform=0.0
     ),
 }
 """Nights that have found a fault, and what is right now."""

@@ -40,7 +40,8 @@ class Axis:
     mesh: the 1-D or 2-D mesh that the parameters' DTensors are on. shards: for each of its axes whether
         parameters are sharded over it (else it holds copies).
     comm: over the sharded axis. replicate: over the other one, None where there are no copies.
-    hops: where ``comm`` goes in two hops, what it goes over: inside of a node, between nodes, and for words.
+    hops: where ``comm`` goes in two hops, what it goes over: inside of a node, between nodes, for words, and
+        on CPUs for what is summed between nodes.
     """
 
     mesh: DeviceMesh
@@ -203,6 +204,9 @@ def _axis_over_all(mesh: DeviceMesh) -> Axis:
 
             between, node = (comm_of(each, kind) for each in groups)
             hops = node, between, comm_of(joined.get_group(), "cpu")
+            if kind == "cpu":
+                with needing_store("to make a transport"):
+                    hops += (_make_comm(dist.get_process_group_ranks(groups[0]), kind, groups[0]),)
             made[groups] = Axis(joined, (True,), _device(kind), TwoLevelComm(*hops), None, hops)
     return made[groups]
 

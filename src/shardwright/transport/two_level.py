@@ -23,11 +23,13 @@ class TwoLevelComm(Comm):
     """See above. Sums are taken inside of nodes first: the bits of a hybrid mesh that holds copies.
 
     node: among the ranks of this rank's node. between: among those of its place. flat: of host memory, among
-    all ranks, for words and for what is collected on one rank; bytes are counted by these three.
+    all ranks, for words and for what is collected on one rank. back: as ``between``, for reductions, whose
+    second hops come earlier or later among the gathers of a rank that runs other layers; None: no rank's do,
+    as on an accelerator. Bytes are counted by these.
     """
 
-    def __init__(self, node: Comm, between: Comm, flat: Comm) -> None:
-        self.node, self.between, self.flat = node, between, flat
+    def __init__(self, node: Comm, between: Comm, flat: Comm, back: Comm | None = None) -> None:
+        self.node, self.between, self.flat, self.back = node, between, flat, back or between
         self.world, self.rank = node.world * between.world, node.rank * between.world + between.rank
         self.reads_in_place, self.uses_c10d = node.reads_in_place, node.uses_c10d
         self.streams: Streams | None = node.streams
@@ -158,7 +160,7 @@ class _TwoReductions:
         """Wait for the first hop and issue the second."""
         sums = zip(self._first.wait(), self._far, strict=True)
         segments = [Segment(each, spans, coded=coded) for each, (spans, coded) in sums]
-        self._second = self._comm.between.reduce_scatter(segments, self._dtypes, self._key)
+        self._second = self._comm.back.reduce_scatter(segments, self._dtypes, self._key)
 
     def wait(self) -> list[torch.Tensor]:
         """See ``Reduction.wait``."""
