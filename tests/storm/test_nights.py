@@ -60,6 +60,20 @@ def test_ranks_agree_on_more_groups_than_a_word_of_the_channel_has_bits():
     lived(replace(drawn(16), **groups, worlds=[["host 0", "host 1"]], steps=3, faults=[Fault()]))
 
 
+class WaitsAlone(Night):
+    """Before each step all ranks unshard a block by hand, for which one rank waits at once."""
+
+    def check(self, model: Any, attempt: int, rank: int, *place: int) -> None:
+        super().check(model, attempt, rank, *place)
+        handle = model.blocks[0].unshard(async_op=True)
+        if rank == 1:
+            handle.wait()
+
+
+def test_a_rank_may_wait_alone_for_what_was_begun_before_ranks_meet():
+    WaitsAlone(hybrid(3, steps=3, every=100, uniform=1.0)).run()
+
+
 def test_a_bit_that_flips_on_the_way_is_told_in_time_and_never_taken_in():
     flips = [lived(with_a_flipped_bit(drawn(seed))).flips for seed in (1, 2)]
     assert sum(flips) > 1
