@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwright import fully_shard
 from shardwright.checkpoint import latest, load, save
-from shardwright.checkpoint.folder import complete_steps, find, read_manifest, survey
+from shardwright.checkpoint.folder import Found, _newest, complete_steps, find, read_manifest, survey
 from shardwright.checkpoint.format import Manifest, Piece, TensorEntry, dumps
 from shardwright.checkpoint.storage import LocalStorage
 from shardwright.checkpoint.writer import Keep, Writer, line_of, set_aside_after
@@ -202,6 +202,9 @@ def test_a_step_that_is_saved_again_is_no_ancestor_of_what_came_after_the_first(
     (tmp_path / "latest").write_text("step-000200\n")
     truncate(next((tmp_path / "step-000200").glob("*.safetensors")))
     assert find(tmp_path)[0].name == "step-000100"
+    after = frozenset({"step-000200"})  # of one number, as where one can't be read while the other is saved
+    both = [Found(step, tmp_path / f"step-{step:06d}", "", False, 4, after) for step in (300, 200)]
+    assert _newest(both, "step-000200") is both[1]
 
 
 def test_checkpoints_of_a_release_that_names_no_ancestors_are_one_line(tmp_path):
