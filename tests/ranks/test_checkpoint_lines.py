@@ -83,12 +83,13 @@ def test_a_folder_of_another_program_with_the_name_of_a_step_is_left_alone(tmp_p
 
 
 def test_incomplete_ones_arent_counted_and_go_with_the_older_ones(tmp_path):
-    model = save_all(tmp_path, [10, 20, 30, 40])
-    truncate(next((tmp_path / "step-000010").glob("*.safetensors")))
+    model = save_all(tmp_path, [10, 20, 30, 40, 45])
+    for step in (10, 45):
+        truncate(next((tmp_path / f"step-0000{step}").glob("*.safetensors")))
     for step in (20, 40):
         (tmp_path / f"step-0000{step}" / "manifest.json").write_text("{}")
     save_all(tmp_path, [50], model, keep=2)
-    assert names(tmp_path) == ["step-000030", "step-000040", "step-000050"]
+    assert names(tmp_path) == [f"step-0000{step}" for step in (30, 40, 45, 50)]
     save_all(tmp_path, [60], model, keep=2)
     assert names(tmp_path) == ["step-000050", "step-000060"]
 
