@@ -9,6 +9,9 @@ numbers: one more; twice as much, of a float. Those of constants of the module, 
 decisions: ``==`` and ``!=``, ``is`` and ``is not``, ``in`` and ``not in``, ``and`` and ``or``, ``True`` and
 ``False`` change places, a ``not`` is left out, and what is asked by itself is asked the other way round.
 returns: nothing is returned.
+steps: a statement that only calls, or that empties something, is left out; what is done under a lock, or any
+other ``with``, is done without it.
+keys: of a key that is put together of parts (an f-string with a ``/``) one part is left out.
 
 What is only words (f-strings, what is raised) and ``assert`` are left as they are. Tests are collected once;
 each mutant has a fork of that process, in which its function has other code. What fails, ends or hangs there
@@ -39,6 +42,7 @@ from tests.replaced import PACKAGE, Site, function_of, module_of, replaced
 
 ORDERS = frozenset({"orders", "numbers"})
 ALL = ORDERS | {"decisions", "returns"}
+STEPS = ALL | {"steps", "keys"}
 
 
 class Held(NamedTuple):
@@ -84,6 +88,31 @@ HELD = (
         ("observe/watch/diagnosis.py", "observe/watch/findings.py", "observe/watch/table.py"),
         ORDERS,
         ("test_diagnosis.py",),
+    ),
+    Held(
+        ("engine/step/consensus.py",),
+        STEPS,
+        ("../storm/test_steps.py", "../storm/test_nights.py"),
+        ("fresh", "in_every_process", "larger_jobs", "every_way", "goes_dark"),
+    ),
+    Held(
+        ("transport/attempt.py",),
+        STEPS,
+        ("test_welcome.py", "../storm/test_scale.py", "../storm/test_nights.py"),
+        ("fresh", "in_every_process", "another_attempt", "arrives_once_more", "random_faults", "96"),
+    ),
+    Held(
+        ("checkpoint/folder.py", "checkpoint/writer.py"),
+        STEPS,
+        (
+            "../storm/test_checkpoints.py",
+            "../ranks/test_checkpoint_lines.py",
+            "test_foreign_files.py::test_another_steps_files_in_a_step_folder_are_refused_and_a_copy_named_best_loads",
+            "test_foreign_files.py::test_an_argument_of_save_that_is_wrong_is_named_before_anything_is_written",
+            "test_foreign_files.py::test_integers_of_numpy_and_torch_are_integers",
+            "test_foreign_files.py::test_a_manifest_that_is_none_is_refused_with_its_name",
+        ),
+        ("new_nights", "extra_object", "two_ranks", "kill-1]", "cut-1]", "EIO-1]", "ENOSPC-1]", "EACCES-1]"),
     ),
     Held(("plan/simulate.py",), ORDERS, ("test_simulate_written.py",)),
     Held(
@@ -199,12 +228,44 @@ def _places(tree: ast.Module, kinds: frozenset[str]) -> Iterator[_Place]:
                 own = prefix + function.name
                 for place in _within(function.args, own, kinds):
                     yield place._replace(statement=function.args)
-                for statement in function.body:
+                for number, statement in enumerate(function.body):
                     if not isinstance(statement, _LEFT):
+                        yield from _without(statement, _putter(function.body, number), own, kinds)
                         yield from _within(statement, own, kinds)
 
 
 _LEFT = (ast.JoinedStr, ast.Raise, ast.Assert)
+
+
+def _without(
+    node: ast.AST, put: Callable[[Any], None], function: str, kinds: frozenset[str]
+) -> Iterator[_Place]:
+    """A statement that is left out, and what stands in its place."""
+    if "steps" not in kinds:
+        return
+    if isinstance(node, ast.With):
+        items = ", ".join(map(_said, node.items))
+        alike = ast.If(ast.Constant(True), node.body, [])
+        if all(item.optional_vars is None for item in node.items):
+            yield _Place(function, f"with {items}: without", lambda: put(alike))
+        return
+    calls = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    empties = isinstance(node, ast.Assign) and ast.unparse(node.value) in _EMPTY
+    if (calls or empties) and not ast.unparse(node).startswith(_TELLS):
+        yield _Place(function, f"{_said(node)}: left out", lambda: put(ast.Pass()))
+
+
+_EMPTY = ("None", "False", "0", "''", "()", "[]", "{}", "set()", "b''", "float('inf')")
+_TELLS = ("logger.", "warnings.", "warn(")
+
+
+def _parts(node: ast.JoinedStr, function: str) -> Iterator[_Place]:
+    if any(isinstance(part, ast.Constant) and "/" in str(part.value) for part in node.values):
+        for place, part in enumerate(node.values):
+            if isinstance(part, ast.FormattedValue):
+                put = _putter(node.values, place)
+                text = f"{_said(node)}: without {ast.unparse(part.value)}"
+                yield _Place(function, text, lambda put=put: put(ast.Constant("")))
 
 
 def _within(node: Any, function: str, kinds: frozenset[str]) -> Iterator[_Place]:
@@ -215,9 +276,12 @@ def _within(node: Any, function: str, kinds: frozenset[str]) -> Iterator[_Place]
         if field in ("annotation", "returns", "type_comment") or getattr(node, "arg", "") == "strict":
             continue
         for place, child in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(child, ast.JoinedStr) and "keys" in kinds:
+                yield from _parts(child, function)
             if not isinstance(child, ast.AST) or isinstance(child, _LEFT):
                 continue
             put = _putter(value, place) if isinstance(value, list) else _setter(node, field)
+            yield from _without(child, put, function, kinds)
             for kind, text, other in _others(child, node):
                 if kind in kinds:
                     yield _Place(function, text, lambda put=put, other=other: put(other))
@@ -403,13 +467,21 @@ def _end_if_idle(pid: int) -> None:
     while not os.waitpid(pid, os.WNOHANG)[0]:
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
-        now = sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-        if now != used:
+        now = sum(map(int, _stat(Path(f"/proc/{pid}"))[11:13]))
+        # One that waits for a core, beside others, isn't idle.
+        if now != used or any(_stat(task)[0] == "R" for task in Path(f"/proc/{pid}/task").iterdir()):
             used, since = now, time.monotonic()
         elif time.monotonic() - since > _IDLE_S:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return
+
+
+def _stat(of: Path) -> list[str]:
+    try:
+        return (of / "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # a thread that has just ended
+        return ["R"]
 
 
 def run(chosen: Sequence[Site], tell: Callable[[Site, str], None]) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from shardwright.checkpoint import load, save
-from shardwright.checkpoint.folder import is_complete, read_manifest
+from shardwright.checkpoint.folder import is_complete, read_manifest, survey
 from shardwright.checkpoint.format import dumps
 from shardwright.checkpoint.shardfile import header_of, read_header
 from shardwright.checkpoint.storage import LOCK, FolderLock
@@ -696,6 +696,7 @@ def test_integers_of_numpy_and_torch_are_integers(tmp_path):
     for wrong in ({"last": "3"}, {"last": 1, "every": "2"}, {"last": 1.5}, {"last": True}):
         with pytest.raises(InputError, match=r"Keep\.(last|every) is"):
             Keep(**wrong)  # type: ignore[arg-type]
+    assert Keep(1, every=1)
 
 
 # ---- bitsandbytes
@@ -728,6 +729,7 @@ def test_another_steps_files_in_a_step_folder_are_refused_and_a_copy_named_best_
     message = refusal_of(lambda: loaded(tmp_path / "step-000002"), "step 1", "named step-000002")
     assert "manifest.json" in message
     assert not is_complete(tmp_path / "step-000002")
+    assert [(found.step, found.number) for found in survey(tmp_path)] == [(1, 1), (2, 0)]
     assert loaded(tmp_path) == 1.0  # the newest that is what it says
     assert loaded(tmp_path / "best") == 1.0
     assert loaded(tmp_path / "away") == 2.0

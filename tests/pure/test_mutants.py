@@ -11,6 +11,7 @@ from tests.pure import mutants
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/design/follower.md"
+_BELOW = "what is below the least is refused, however far below"
 _BAR = "of numbers that are measured none is just the bar"
 _CHECKER = "for the type checker: it isn't so there"
 _EMPTY = "what takes no time is kept, or not: nothing is booked to it"
@@ -86,6 +87,12 @@ REASONED: dict[str, str] = {
     "observe/watch/diagnosis.py _slow: default=0.0: 0.0 is 1.0": "where nobody waits it is not asked for",
     f"observe/watch/diagnosis.py _slow: {_FOREIGN}: <=": _EXACTLY,
     f"observe/watch/diagnosis.py _slow: {_FOREIGN}: <= (2)": _EXACTLY,
+    "checkpoint/writer.py whole_number: least - 1: 1 is 2": _BELOW,
+    "checkpoint/writer.py whole_number: least - 1: 1 is 2 (2)": _BELOW,
+    "checkpoint/writer.py Writer._continued: f.step < step: <=": "a whole one of that step is refused before",
+    "checkpoint/writer.py Writer.prune: (f.number or oldest[0], f.step) < oldest: <=": (
+        "a save has one folder, which is either whole or broken"
+    ),
 }
 """Those that no test sees, with the reason."""
 

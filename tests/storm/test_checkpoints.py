@@ -1,13 +1,19 @@
 """Whatever a disk and its processes do: what was saved is there, what loads is what was saved, and the next
 save succeeds."""
 
+import errno
 import itertools
+from contextlib import suppress
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from shardwright import clock
+from shardwright.checkpoint.folder import published
+from shardwright.errors import CheckpointError
 from tests.storm.checkpoints import WHAT, every_operation, every_operation_of_a_load, night
+from tests.storm.disk import Disk, Killed, Op, error
 
 KEPT = {
     "the folders that the first save makes are lost in a power cut": 2,
@@ -55,3 +61,43 @@ def test_whichever_operation_of_a_save_fails_nothing_is_lost_and_the_next_save_s
 @pytest.mark.parametrize("what", ["fails", "is removed", "is replaced"])
 def test_a_load_succeeds_whichever_operation_fails_once_or_finds_it_removed_or_replaced(world, what):
     assert every_operation_of_a_load(world, what) > 50
+
+
+def write_file(torn: Path) -> None:
+    with open(torn, "w") as file:
+        file.write("whole")
+
+
+def write_folder(torn: Path) -> None:
+    (torn / "inner").mkdir(parents=True)
+    write_file(torn / "index")
+    write_file(torn / "inner" / "weights")
+
+
+@pytest.mark.parametrize("write", [write_file, write_folder])
+@pytest.mark.parametrize("kind", ["killed", "once", "from then on"])
+def test_what_is_published_is_there_whole_or_not_at_all_whichever_operation_fails(tmp_path, kind, write):
+    whole = ["whole"] * {write_file: 1, write_folder: 2}[write]
+    for at, into in itertools.product(range(1, 60), ("there", "made/for/it")):
+        root, said = tmp_path / f"{at} {into[:5]}", "killed"
+        (root / "there").mkdir(parents=True)
+        disk, out = Disk(root, Random(at)), root / into / "out"
+
+        def before(op: Op, at: int = at) -> None:
+            if op.number == at or (op.number > at and kind == "from then on"):
+                raise Killed if kind == "killed" else error(errno.EIO, op.path)
+
+        disk.before = before
+        with suppress(Killed), disk:
+            try:
+                with published(out) as torn:
+                    write(torn)
+                said = ""
+            except CheckpointError as failed:
+                said = str(failed)
+                assert f"can't write {out}" in said
+        assert kind != "once" or not [*root.rglob(".torn-*")], "something is left"
+        disk.crash()
+        found = [file.read_text() for file in (out, *out.rglob("*")) if file.is_file()]
+        assert found == whole or (said and not found), found
+    assert disk.count < at, "there are more operations"

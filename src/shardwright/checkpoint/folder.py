@@ -34,7 +34,7 @@ from typing import TypeVar
 
 from shardwright.checkpoint.format import MANIFEST, Manifest, loads
 from shardwright.checkpoint.remote import RemoteStorage
-from shardwright.checkpoint.storage import LATEST, TORN, LocalStorage, Storage, sync_folder
+from shardwright.checkpoint.storage import LATEST, TORN, LocalStorage, Storage, make_folder, sync_folder
 from shardwright.checkpoint.url import Location, RemotePath
 from shardwright.errors import CheckpointError, UnreadError
 from shardwright.files import reason_of
@@ -62,26 +62,28 @@ def step_folders(path: Anywhere) -> list[tuple[int, Anywhere]]:
 @contextmanager
 def published(out: Path) -> Iterator[Path]:
     """A path beside ``out`` to write a file or a folder at: it becomes ``out`` when the block has ended well,
-    and is removed if it has not.
+    all of it synced, and is removed if it has not.
 
     Raises:
         CheckpointError: ``out`` exists, or can't be written.
     """
-    if out.exists():
-        raise CheckpointError(f"{out} exists already; nothing was written")
     torn = out.with_name(f"{TORN}{out.name}-{uuid.uuid4().hex[:8]}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists():
+            raise CheckpointError(f"{out} exists already; nothing was written")
+        if not out.parent.exists():
+            make_folder(out.parent)
         yield torn
-        sync_folder(torn)
+        for each in (torn, *torn.rglob("*")):
+            sync_folder(each)
         os.rename(torn, out)
         sync_folder(out.parent)
     except OSError as error:
         raise CheckpointError(f"can't write {out}: {error.strerror or error}") from error
     finally:
-        if torn.is_dir():
-            shutil.rmtree(torn, ignore_errors=True)
-        torn.unlink(missing_ok=True)
+        shutil.rmtree(torn, ignore_errors=True)
+        with suppress(OSError):
+            torn.unlink()
 
 
 def read_manifest(folder: Location) -> Manifest:

@@ -217,7 +217,7 @@ class LocalStorage(Storage):
     def lock(self, path: Path) -> FolderLock:
         """See ``Storage``: ``flock``."""
         if not (path / LOCK).exists():
-            _make(path)
+            make_folder(path)
         return FolderLock(path)
 
     def names(self, path: Path) -> list[str]:
@@ -287,11 +287,11 @@ class LocalStorage(Storage):
         shutil.rmtree(unseen)
 
 
-def _make(path: Path) -> None:
+def make_folder(path: Path) -> None:
     """Make a folder, and those that it is in, so that a power cut doesn't take them with all that is
     published in them. What is there may have been made by a writer that was killed before it was synced."""
     if not path.exists():
-        _make(path.parent)
+        make_folder(path.parent)
         path.mkdir(exist_ok=True)
     try:
         sync_folder(path.parent)

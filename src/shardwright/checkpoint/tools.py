@@ -6,7 +6,6 @@ returns data; ``exit_code`` is for scripts: 0 all is well, 1 it is not. What can
 CheckpointError.
 """
 
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -536,7 +535,6 @@ def convert(
         if to is Format.TORCH:
             with open(torn, "xb") as file:
                 torch.save(tensors, file)
-                os.fsync(file.fileno())
         elif to in PER_RANK:
             torn.mkdir()
             write_rank_files(torn, tensors, str(to), ranks, _buffers(source.manifest, tensors))

@@ -235,7 +235,9 @@ class Writer:
             _warn(f"{self.path} couldn't be listed, so nothing was removed from it", error)
             return
         line = [f for f in found if not f.fault and f.name in self.line.names]
-        oldest = line[: keep.last][-1].order if line else (0, 0)
+        if not line:  # what was just saved can't be read now
+            return
+        oldest = line[: keep.last][-1].order
         broken = [f for f in found if f.is_damaged and (f.number or oldest[0], f.step) < oldest]
         for old in (*line[keep.last :], *broken):
             if keep.every is None or old.step % keep.every or old.fault:

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from shardwright.checkpoint.folder import published, sync_folder
+from shardwright.checkpoint.folder import published
 from shardwright.errors import InputError
 from shardwright.finetune.tuned import Tuned, build, reading
 from shardwright.hf.export import copy_tokenizer, write_pretrained
@@ -37,5 +37,3 @@ def export(tuned: Tuned, out: Path) -> None:
     with published(out) as torn:
         shutil.copytree(tuned.folder, torn)
         copy_tokenizer(tuned.base, torn)
-        for path in torn.iterdir():
-            sync_folder(path)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.agree import ranks
-from shardwright.checkpoint.folder import published, sync_folder
+from shardwright.checkpoint.folder import published
 from shardwright.checkpoint.shardfile import DTYPE_NAME, by_file, write_index, write_whole
 from shardwright.engine.gather_full import stream_full
 from shardwright.engine.unit import units_in
@@ -158,8 +158,6 @@ def write_pretrained(
             raise CheckpointError(fault)
         library.save_config(model, type(model), torn, _dtype(sources))
         copy_tokenizer(tokenizer_from, torn)
-        for path in torn.iterdir():
-            sync_folder(path)
 
 
 def _write_weights(
