@@ -19,6 +19,7 @@ _MEMORY = "a bound of what is remembered or looked at, which may be any"
 _NUMBERED = "collectives have numbers of their own, of which only equal ones count"
 _ORDER = "of two that begin and end together either may be first"
 _REPLACED = "a place is taken that is written before it is read"
+_UNREAD = "a bit that nobody reads at that point"
 _SCALED = "all that is compared grows alike"
 _FOREIGN = "waited_s < FOREIGN_S < max((answer.foreign_s for answer  ... .values()))"
 _LAST = "max((log.count for log, _ in alike.values())) + 1"
@@ -87,6 +88,27 @@ REASONED: dict[str, str] = {
     "observe/watch/diagnosis.py _slow: default=0.0: 0.0 is 1.0": "where nobody waits it is not asked for",
     f"observe/watch/diagnosis.py _slow: {_FOREIGN}: <=": _EXACTLY,
     f"observe/watch/diagnosis.py _slow: {_FOREIGN}: <= (2)": _EXACTLY,
+    **{
+        f"engine/step/consensus.py Consensus._masks: {zeros}: 0 is 1{number}": _UNREAD
+        for zeros, most in (
+            ("(0, 0, 0, 0, 0)", 5),
+            ("(0, 0, 0, 0, self._joined([group.reducer.gradient_mask f ... n groups]))", 4),
+            ("(missing, every, 0, 0, 0)", 3),
+            ("(missing, not_smaller, 0, 0, 0)", 3),
+        )
+        for number in ("", *(f" ({n})" for n in range(2, most + 1)))
+    },
+    "engine/step/consensus.py (module): _WORD_BITS = 62: 62 is 63": "a word has 64, of which one is the sign",
+    "engine/step/consensus.py Consensus.__init__: self.settles = True: False": _REPLACED,
+    "engine/step/consensus.py Consensus._synchronize: self._compared = True: False": (
+        "who compares knows what was compared"
+    ),
+    "engine/step/consensus.py Consensus._synchronize: 1:9: 9 is 10": "what is behind them isn't read",
+    "engine/step/consensus.py Consensus._masks: 1 << len(groups): 1 is 2": "a bit of no group",
+    "engine/step/consensus.py Consensus._joined: joined = 0: 0 is 1": "a bit of no parameter",
+    "engine/step/consensus.py Consensus._diverge: key >> 31: 31 is 32": (
+        "two hashes would have to differ in the lowest bit alone"
+    ),
     "checkpoint/writer.py whole_number: least - 1: 1 is 2": _BELOW,
     "checkpoint/writer.py whole_number: least - 1: 1 is 2 (2)": _BELOW,
     "checkpoint/writer.py Writer._continued: f.step < step: <=": "a whole one of that step is refused before",

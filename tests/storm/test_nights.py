@@ -13,7 +13,6 @@ from shardwright.policy import SchedulePolicy
 from tests.storm.nights import Fault, Night, Plan, drawn, told, with_a_flipped_bit
 
 
-
 def hybrid(seed: int, **changes: Any) -> Plan:
     """A night of two nodes of two ranks, which share all of the model, and of which nothing breaks."""
     nodes = ["host 0", "host 0", "host 1", "host 1"]

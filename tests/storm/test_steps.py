@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,7 @@ def test_a_rank_alone_is_exact_whatever_it_runs_and_asks_nobody():
     for seed in alone:
         assert not night(seed).rounds
     assert len(alone) > 30
+    assert consensus.channel_of([SimpleNamespace(comm=SimpleNamespace(world=1), replicate=None)]) is None
 
 
 @pytest.mark.exhaustive
@@ -273,6 +275,12 @@ def test_ranks_in_different_calls_are_told_so_with_one_rank_of_each_kind():
             "  rank 1: the backward, reducing 4 of 4 groups, 4 trainable parameters, of pass 0 (program)",
             "  rank 2: join_evaluations, of pass 0 (program)",
         ]
+
+
+def test_a_rank_that_left_a_step_of_its_optimizer_out_is_told_at_the_next_forward():
+    begin = ("begin", Phase.FORWARD, 0)
+    night = job([STEP, begin], [begin], specs=(SPEC,), expects=DIVERGES)
+    assert [str(rank.error).count("after 1 steps of optimizers") for rank in night.ranks] == [1, 1]
 
 
 def test_the_line_of_a_call_is_the_users(monkeypatch):
