@@ -40,8 +40,7 @@ class Axis:
     mesh: the 1-D or 2-D mesh that the parameters' DTensors are on. shards: for each of its axes whether
         parameters are sharded over it (else it holds copies).
     comm: over the sharded axis. replicate: over the other one, None where there are no copies.
-    hops: where ``comm`` goes in two hops, what it goes over: inside of a node, between nodes, for words, and
-        on CPUs for what is summed between nodes.
+    hops: of a ``comm`` in two hops: in a node, between nodes, for words; on CPUs for sums between nodes.
     """
 
     mesh: DeviceMesh

@@ -312,8 +312,7 @@ class GradientState:
         used = {param: total for param, total in aside.items() if param in brought}
         if used:
             self._pass_on(used)
-        # Of the others a backward that wasn't the last of its step has left marks.
-        for param in aside.keys() & self._marks.keys() - used.keys():
+        for param in aside.keys() & self._marks.keys() - used.keys():  # a backward before the last marked it
             if not any(param in waiting for waiting in self.at.values()):
                 param.sharded.grad = self._marks.pop(param).earlier
         if GradPlace.SUMMED not in self.at:  # else what this rank has had is still on its way

@@ -45,8 +45,7 @@ class Reducer:
         gradients go, and whole or by rows. gradients: where they are.
     hook: called with the group's reduced gradients, one flat tensor for each dtype, before they are added to
         the shards'; stream: where it runs (CUDA).
-    done: whether this backward has taken them. reduces: whether a backward runs, or has failed, that was to
-        reduce them; the policy may be another since.
+    done: whether this backward has taken them. reduces: whether it is to reduce them, or one that failed was.
     """
 
     def __init__(
