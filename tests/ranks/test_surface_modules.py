@@ -37,16 +37,10 @@ from tests.ranks.models import (
     loss_of,
     shard_decoder,
     train_beside,
+    twins,
     waits,
 )
 from tests.ranks.pool import on_ranks, run_ranks
-
-
-def twins(make):
-    torch.manual_seed(5)
-    model = make()
-    torch.manual_seed(5)
-    return model, make()
 
 
 @on_ranks(1, 2, 3)
@@ -268,9 +262,7 @@ def test_ignored_parameters_are_left_as_they_are(rank, world):
     model, reference = build(), build()
     out = {model.head.weight, model.blocks[0].up.bias}
     kept = [p.data_ptr() for p in out]
-    for block in model.blocks:
-        fully_shard(block, ignored_params=out)
-    fully_shard(model, ignored_params=out)
+    shard_decoder(model, fully_shard, ignored_params=out)
     assert not any(isinstance(p, DTensor) for p in out)
     assert [p.data_ptr() for p in out] == kept
     tokens = batches(0, world)
