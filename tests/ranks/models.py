@@ -1,5 +1,6 @@
 """Small models for parity tests, each with what sharding finds hard, and the loops that compare them."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -202,6 +203,13 @@ def train_beside(
         loss, expected = both_backward(sharded.model, reference.model, batches(step, world), rank)
         assert abs(mean_over_ranks(loss) - expected) <= tolerance
         both_step(sharded, reference, tolerance)
+
+
+def warned(call: Callable[[], object]) -> list[str]:
+    """What the call warns of, once or again."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        call()
+    return [str(each.message) for each in caught]
 
 
 def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

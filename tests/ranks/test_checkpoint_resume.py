@@ -5,7 +5,6 @@ import random
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import fully_shard
 from shardwright.checkpoint import Keep, async_save, background, latest, load, save
 from shardwright.errors import CheckpointError
-from tests.ranks.models import Run, sharded, train_by
+from tests.ranks.models import Run, sharded, train_by, warned
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_checkpoint import loss_of
 
@@ -375,10 +374,7 @@ def test_sharded_extra_state_comes_back_sharded(tmp_path):
 def diverged_buffer(rank: int, world: int, path: str) -> list[str]:
     model = sharded(Net())
     model.seen.fill_(rank)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        save(path, model=model, step=0)
-    return [str(w.message) for w in caught]
+    return warned(lambda: save(path, model=model, step=0))
 
 
 def test_buffers_that_differ_between_ranks_are_named(tmp_path):

@@ -170,8 +170,7 @@ def test_a_pipeline_of_sharded_stages_trains_as_one_process(make, after):
 
 def installed(rank, world):
     theirs = {name: getattr(fsdp, name) for name in fsdp.__all__}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         shardwright.install()
         shardwright.install()
     ours = {name: getattr(fsdp, name) for name in fsdp.__all__}
