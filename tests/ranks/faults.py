@@ -316,7 +316,7 @@ def once(act: Callable[[], Any], rank: int, world: int) -> None:
     rest(model)
 
 
-def loads(rank: int, world: int, then: Callable[[], Any] = bool) -> None:
+def loads(rank: int, world: int, then: Callable[[], Any] = lambda: None) -> None:
     """Rank 1 takes long between two steps, where the others wait to begin the next one."""
     model = until_fault()
     if rank == 1:
