@@ -45,6 +45,17 @@ def found(*answers, world=3, **more):
     return Findings(world, {answer.rank: answer for answer in answers}, **more)
 
 
+SAVE = "save(step=3)"
+SAVES = Launched(ALL, 1, (SAVE,))
+
+
+def one_saves(axis, since_s, in_flight=False, log=SAVES, **more):
+    """Rank 0 waits for what rank 2 has launched, and rank 1, with ``axis`` behind it, for its save."""
+    waits = Waits("save", 1, SAVE, since_s, in_flight)
+    saves = dataclasses.replace(says(1, axis.keys), waits=waits, logs={"axis": axis, "save": log})
+    return found(says(0, "ab", 2), saves, says(2, "ab"), **more)
+
+
 def test_a_computing_rank_is_slow_and_named_with_its_line():
     diagnosis = diagnose(found(says(0, "ab", 2), says(1, "a"), says(2, "ab", 2)), POLICY)
     assert diagnosis.fault is Fault.SLOW
@@ -75,10 +86,7 @@ def test_only_launches_that_both_remember_are_compared():
 
 
 def test_ranks_that_wait_for_each_other_have_diverged_even_while_a_third_computes():
-    first = says(0, "ab", 2)
-    logs = {"axis": Launched(ALL, 1, ("a",)), "save": Launched(ALL, 1, ("save(step=3)",))}
-    second = dataclasses.replace(says(1, "a"), waits=Waits("save", 1, "save(step=3)", 2.0), logs=logs)
-    diagnosis = diagnose(found(first, second, says(2, "ab")), POLICY)
+    diagnosis = diagnose(one_saves(Launched(ALL, 1, ("a",)), 2.0), POLICY)
     assert diagnosis.fault is Fault.DIVERGED
     assert "save(step=3)" in diagnosis.sentence
 
@@ -94,18 +102,16 @@ def test_ranks_that_wait_for_each_other_have_diverged_even_while_a_third_compute
     ],
 )
 def test_a_wait_that_began_after_the_roll_was_called_proves_nothing(since_s, in_flight, fault):
-    first = says(0, "ab", 2)
-    logs = {"axis": Launched(ALL, 1, ("a",)), "save": Launched(ALL, 1, ("save",))}
-    second = dataclasses.replace(says(1, "a"), waits=Waits("save", 1, "save", since_s, in_flight), logs=logs)
-    assert diagnose(found(first, second, says(2, "ab"), took_s=0.3), POLICY).fault is fault
+    findings = one_saves(Launched(ALL, 1, ("a",)), since_s, in_flight, took_s=0.3)
+    assert diagnose(findings, POLICY).fault is fault
 
 
 @pytest.mark.parametrize(("ended", "fault"), [(1, Fault.DIVERGED), (2, Fault.SLOW)])
 def test_a_rank_whose_device_is_elsewhere_is_waited_for_until_it_has_ended_what_others_wait_for(ended, fault):
-    first = says(0, "ab", 2)
-    logs = {"axis": Launched(ALL, 2, ("a", "b"), 2, ended), "save": Launched(ALL, 1, ("save",), 1, 0)}
-    second = dataclasses.replace(says(1, "ab"), waits=Waits("save", 1, "save", 9.0, True), logs=logs)
-    assert diagnose(found(first, second, says(2, "ab")), POLICY).fault is fault
+    findings = one_saves(
+        Launched(ALL, 2, ("a", "b"), 2, ended), 9.0, True, dataclasses.replace(SAVES, begun=1, ended=0)
+    )
+    assert diagnose(findings, POLICY).fault is fault
 
 
 @pytest.mark.parametrize(

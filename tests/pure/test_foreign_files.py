@@ -295,10 +295,6 @@ def built(of: Global, attributes: dict[str, Any]) -> bytes:
     return of.text + state + b"b."
 
 
-def build_instance(of: Global, state: Any) -> bytes:
-    return of.text + b")\x81" + pickle.dumps(state, protocol=2)[2:-1] + b"b."
-
-
 ATTACKED = [
     Global("pathlib", "PosixPath"),
     Global("torch.distributed.checkpoint.metadata", "TensorProperties"),

@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,11 @@ def steps(draw) -> tuple[dict, tuple[GroupSpec, ...]]:
         needs_copies_reduced=st.booleans(),
     )
     return orders, tuple(draw(st.lists(facts, min_size=num_groups + 1, max_size=num_groups + 1)))
+
+
+def all_of(kind: ActionKind, entries: Iterable[ScheduleEntry]) -> list[tuple[Event, Action]]:
+    """The actions of a kind, each with its event."""
+    return [(event, action) for event, actions in entries for action in actions if action.kind is kind]
 
 
 @given(steps(), POLICIES)
@@ -159,11 +165,7 @@ def test_prefetch_and_reductions_stay_within_their_limits(step, policy):
 @given(steps(), POLICIES)
 def test_what_shares_a_collective_is_small_and_of_one_bucket_key(step, policy):
     orders, facts = step
-    for actions in (
-        actions
-        for entries in scheduled(orders, policy, facts.__getitem__).phases.values()
-        for _, actions in entries
-    ):
+    for _, actions in chain.from_iterable(scheduled(orders, policy, facts.__getitem__).phases.values()):
         for action in actions:
             if action.kind is ActionKind.UNSHARD:
                 assert sum(facts[g].nbytes for g in action.groups[1:]) <= policy.bucket_cap_nbytes
@@ -212,7 +214,7 @@ def test_numbers_of_groups_are_raised_where_their_model_becomes_part_of_another(
     assert GroupSpec(ahead_in_backward=(0,)).shifted(3) == GroupSpec(ahead_in_backward=(3,))
 
 
-def chain(num_groups: int) -> dict[Phase, tuple[Event, ...]]:
+def blocks(num_groups: int) -> dict[Phase, tuple[Event, ...]]:
     forward, backward = [], []
     for group in range(num_groups):
         forward += [Event(EventKind.FORWARD_BEGIN, group), Event(EventKind.FORWARD_END, group)]
@@ -223,7 +225,7 @@ def chain(num_groups: int) -> dict[Phase, tuple[Event, ...]]:
 
 
 def test_each_group_is_issued_exactly_one_use_ahead():
-    schedule = scheduled(chain(5), SchedulePolicy(), lambda _: GroupSpec())
+    schedule = scheduled(blocks(5), SchedulePolicy(), lambda _: GroupSpec())
     for phase, last in ((Phase.FORWARD, 4), (Phase.BACKWARD, 0)):
         begins = [entry for entry in schedule.phases[phase] if entry.event.kind in BEGINS]
         for entry, following in pairwise(begins):
@@ -233,27 +235,22 @@ def test_each_group_is_issued_exactly_one_use_ahead():
 
 def test_post_prefetch_issues_each_gather_at_the_end_of_the_backward_before_it():
     policy = SchedulePolicy(backward_prefetch=BackwardPrefetch.POST)
-    schedule = scheduled(chain(5), policy, lambda _: GroupSpec())
-    found = [
-        (event.kind, event.group, action.group)
-        for event, actions in schedule.phases[Phase.BACKWARD]
-        for action in actions
-        if action.kind is ActionKind.UNSHARD
-    ]
+    schedule = scheduled(blocks(5), policy, lambda _: GroupSpec())
+    gathers = all_of(ActionKind.UNSHARD, schedule.phases[Phase.BACKWARD])
+    found = [(event.kind, event.group, action.group) for event, action in gathers]
     assert found == [(EventKind.BACKWARD_END, group, group - 1) for group in (4, 3, 2, 1)]
 
 
 def test_no_prefetch_issues_each_gather_when_its_group_is_needed():
     policy = SchedulePolicy(backward_prefetch=BackwardPrefetch.NONE, forward_prefetch=False)
-    schedule = scheduled(chain(4), policy, lambda _: GroupSpec())
+    schedule = scheduled(blocks(4), policy, lambda _: GroupSpec())
     for entries in schedule.phases.values():
-        for event, actions in entries:
-            assert all(a.group == event.group for a in actions if a.kind is ActionKind.UNSHARD)
+        assert all(action.group == event.group for event, action in all_of(ActionKind.UNSHARD, entries))
 
 
 def test_the_last_group_stays_unsharded_for_its_backward_unless_told_otherwise():
     for reshard, kept in ((None, True), (True, False), (False, True)):
-        schedule = scheduled(chain(3), SchedulePolicy(), lambda _, r=reshard: GroupSpec(r))
+        schedule = scheduled(blocks(3), SchedulePolicy(), lambda _, r=reshard: GroupSpec(r))
         last = schedule.phases[Phase.FORWARD][-1]
         assert (Action(ActionKind.RESHARD, (2,)) not in last.actions) == kept
 
@@ -263,16 +260,9 @@ def test_the_root_stays_unsharded_after_a_forward_and_an_evaluation_unless_told_
     for reshard, kept in ((None, True), (True, False), (False, True)):
         spec = GroupSpec(reshard, is_root=True)
         assert spec.keeps(phase) == kept and not spec.keeps(Phase.BACKWARD)
-        entries = scheduled(
-            {phase: chain(3)[Phase.FORWARD]}, SchedulePolicy(keep_last=0), lambda _, s=spec: s
-        ).phases[phase]
-        resharded = {
-            group
-            for entry in entries
-            for a in entry.actions
-            if a.kind is ActionKind.RESHARD
-            for group in a.groups
-        }
+        orders = {phase: blocks(3)[Phase.FORWARD]}
+        entries = scheduled(orders, SchedulePolicy(keep_last=0), lambda _, s=spec: s).phases[phase]
+        resharded = {group for _, a in all_of(ActionKind.RESHARD, entries) for group in a.groups}
         assert resharded == (set() if kept else {0, 1, 2})
 
 
@@ -285,7 +275,7 @@ def test_what_was_gathered_ahead_and_not_used_stays_for_a_backward_alone(phase, 
 
 
 def test_the_policy_keeps_the_first_groups_that_the_backward_needs_besides_the_root():
-    orders = chain(3)
+    orders = blocks(3)
     kept = kept_for_backward(orders, SchedulePolicy(), lambda group: GroupSpec(is_root=group == 2))
     assert kept == {1}
 
@@ -294,7 +284,7 @@ def tiny(policy: SchedulePolicy, num_groups: int = 7) -> Schedule:
     """Groups of a third of the cap on one transport."""
     nbytes = policy.bucket_cap_nbytes // 3
     return scheduled(
-        chain(num_groups), policy, lambda _: GroupSpec(nbytes=nbytes, grad_nbytes=nbytes, bucket_key=0)
+        blocks(num_groups), policy, lambda _: GroupSpec(nbytes=nbytes, grad_nbytes=nbytes, bucket_key=0)
     )
 
 
@@ -346,20 +336,15 @@ def test_without_a_cap_every_group_has_its_own_collectives():
 
 def test_a_small_gradient_goes_with_the_next_large_one():
     facts = [GroupSpec(grad_nbytes=nbytes, bucket_key=0) for nbytes in (9 << 20, 100, 9 << 20)]
-    backward = scheduled(chain(3), SchedulePolicy(), facts.__getitem__).phases[Phase.BACKWARD]
-    reductions = [a for _, actions in backward for a in actions if a.kind is ActionKind.REDUCE]
+    backward = scheduled(blocks(3), SchedulePolicy(), facts.__getitem__).phases[Phase.BACKWARD]
+    reductions = [action for _, action in all_of(ActionKind.REDUCE, backward)]
     assert reductions == [Action(ActionKind.REDUCE, (2,)), Action(ActionKind.REDUCE, (1, 0))]
 
 
 def test_the_last_groups_stay_for_the_backward():
     for keep_last, kept in ((0, set()), (1, {4}), (2, {3, 4}), (9, {0, 1, 2, 3, 4})):
-        schedule = scheduled(chain(5), SchedulePolicy(keep_last=keep_last), lambda _: GroupSpec(nbytes=10))
-        resharded = {
-            a.group
-            for _, actions in schedule.phases[Phase.FORWARD]
-            for a in actions
-            if a.kind is ActionKind.RESHARD
-        }
+        schedule = scheduled(blocks(5), SchedulePolicy(keep_last=keep_last), lambda _: GroupSpec(nbytes=10))
+        resharded = {a.group for _, a in all_of(ActionKind.RESHARD, schedule.phases[Phase.FORWARD])}
         assert {0, 1, 2, 3, 4} - resharded == kept
 
 
@@ -375,7 +360,7 @@ def test_the_last_groups_stay_for_the_backward():
     ],
 )
 def test_so_many_groups_are_gathered_ahead_as_limits_allow(options, ahead):
-    schedule = scheduled(chain(5), SchedulePolicy(**options), lambda _: GroupSpec(nbytes=10))
+    schedule = scheduled(blocks(5), SchedulePolicy(**options), lambda _: GroupSpec(nbytes=10))
     assert gathered_ahead(schedule) == ahead
 
 
@@ -390,15 +375,11 @@ def gathered_ahead(schedule: Schedule) -> list[str]:
 
 def test_of_modules_that_are_cut_in_two_the_second_group_is_gathered_with_the_first():
     specs = [GroupSpec(), GroupSpec(), GroupSpec(), GroupSpec(part_of=2), GroupSpec()]
-    assert gathered_ahead(scheduled(chain(5), SchedulePolicy(), specs.__getitem__)) == [
-        "1",
-        "2 3",
-        "",
-        "4",
-        "",
-    ]
+    ahead = gathered_ahead(scheduled(blocks(5), SchedulePolicy(), specs.__getitem__))
+    assert ahead == ["1", "2 3", "", "4", ""]
     specs[0] = GroupSpec(ahead_in_forward=(2,))  # the first of them alone
-    assert gathered_ahead(scheduled(chain(5), SchedulePolicy(), specs.__getitem__)) == ["2", "3", "", "4", ""]
+    ahead = gathered_ahead(scheduled(blocks(5), SchedulePolicy(), specs.__getitem__))
+    assert ahead == ["2", "3", "", "4", ""]
 
 
 @pytest.mark.parametrize(
@@ -408,7 +389,7 @@ def test_of_modules_that_are_cut_in_two_the_second_group_is_gathered_with_the_fi
 def test_groups_join_a_collective_of_another_one_up_to_the_cap(nbytes, cap, shared):
     assert fits([1, 2], 3, 6) and not fits([1, 2], 4, 6) and not fits([], 0, 0) and fits([], 1, 1)
     policy = SchedulePolicy(bucket_cap_mb=cap / 2**20)
-    first, *_ = scheduled(chain(5), policy, lambda _: GroupSpec(nbytes=nbytes, bucket_key=0)).phases[
+    first, *_ = scheduled(blocks(5), policy, lambda _: GroupSpec(nbytes=nbytes, bucket_key=0)).phases[
         Phase.FORWARD
     ]
     issued = [action for action in first.actions if action.kind is ActionKind.UNSHARD]

@@ -24,14 +24,15 @@ from tests.ranks.models import (
     Block,
     Decoder,
     Run,
-    assert_same,
     assert_same_grads,
     batches,
+    both_step,
     build,
     full,
     loss_of,
     mean_over_ranks,
     shard_decoder,
+    sharded,
     squared,
     waits,
 )
@@ -112,9 +113,7 @@ def beside_one_process(rank: int, world: int, name: str, transport: str) -> None
         assert abs(mean_over_ranks(loss) - expected) <= 1e-6 * max(1, abs(expected) / 10)
         assert all(stats(root).unsharded_nbytes == 0 for root in roots)
         assert_same_grads(model, reference)
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+        both_step(ours, theirs)
     case.look(model, rank, world)
 
 
@@ -328,13 +327,6 @@ def in_turn(models: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
 # ---- what shards them, what is said before a microbatch, and what is looked at afterwards
 
 
-def blocks(model: Any, **options: Any) -> None:
-    """One group per block, the rest in the root."""
-    for block in model.blocks if hasattr(model, "blocks") else model:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-
-
 def over(*shape: int, **options: Any) -> Callable[[Decoder], None]:
     """A mesh of that shape; a size may be -1."""
 
@@ -371,11 +363,6 @@ def on_the_last_dim(model: Decoder) -> None:
     assert model.head.weight.to_local().shape[1] == expected
 
 
-def layer_alone(model: Scaled) -> None:
-    fully_shard(model.layer)
-    fully_shard(model)
-
-
 def parts_of_lists(model: Lists) -> None:
     assert fully_shard(model.blocks) is model.blocks
     fully_shard(model.heads)
@@ -385,19 +372,16 @@ def parts_of_lists(model: Lists) -> None:
 
 
 def each_alone(models: nn.ModuleList) -> None:
-    blocks(models[0])
+    sharded(models[0])
     fully_shard(models[1])
 
 
 def second_alone(model: nn.Sequential) -> None:
-    fully_shard(model[1])
-    fully_shard(model)
+    sharded(model, [model[1]])
 
 
-def branches(model: Branching) -> None:
-    fully_shard(model.shared)
-    fully_shard(model.sometimes)
-    fully_shard(model)
+def in_parts(model: nn.Module) -> None:
+    sharded(model, model.children())
 
 
 def groups_of(model: nn.Module) -> list[list[str]]:
@@ -505,29 +489,27 @@ CUT_UP = [["head.weight", "norm.weight", "norm.bias"], ["blocks.0.up.weight"], [
 """One module's parameters in two groups: both are unsharded around it."""
 
 CASES: dict[str, Case] = {
-    "a decoder": decoder(build, blocks, on(1, 2, 3, 4), sampled=True),
-    "tied ends": decoder(tied, blocks, on(1, 2, 3, 4, transports=TRANSPORTS), sampled=True),
-    "never resharded": decoder(build, partial(blocks, reshard_after_forward=False), on(2), slow=True),
-    "always resharded": decoder(build, partial(blocks, reshard_after_forward=True), on(2)),
+    "a decoder": decoder(build, sharded, on(1, 2, 3, 4), sampled=True),
+    "tied ends": decoder(tied, sharded, on(1, 2, 3, 4, transports=TRANSPORTS), sampled=True),
+    "never resharded": decoder(build, partial(sharded, reshard_after_forward=False), on(2), slow=True),
+    "always resharded": decoder(build, partial(sharded, reshard_after_forward=True), on(2)),
     "a mesh of process groups": decoder(build, of_process_groups, on(2)),
-    "reduced once": decoder(build, blocks, on(1, 2, 3), before=told("set_requires_gradient_sync"), micros=3),
-    "reduced in each microbatch": decoder(build, blocks, on(2), micros=2),
+    "reduced once": decoder(build, sharded, on(1, 2, 3), before=told("set_requires_gradient_sync"), micros=3),
+    "reduced in each microbatch": decoder(build, sharded, on(2), micros=2),
     "reduced after backwards": decoder(
-        build, blocks, on(1, 2, 3), before=told("set_is_last_backward"), micros=3
+        build, sharded, on(1, 2, 3), before=told("set_is_last_backward"), micros=3
     ),
     "one all-reduce over copies": decoder(
         build, over(2, -1), on(2, 4), before=told(*ONE_ALL_REDUCE), micros=3
     ),
-    "recomputed": Case(partial(Checkpointed, False), blocks, on(2, 3), slow=True),
-    "recomputed, reentrant": Case(partial(Checkpointed, True), blocks, on(2, 3)),
-    "a penalty on the gradient": Case(perceptrons, blocks, on(1, 2, 4), penalised, vectors(4, 7), lr=1e-3),
+    "recomputed": Case(partial(Checkpointed, False), sharded, on(2, 3), slow=True),
+    "recomputed, reentrant": Case(partial(Checkpointed, True), sharded, on(2, 3)),
+    "a penalty on the gradient": Case(perceptrons, sharded, on(1, 2, 4), penalised, vectors(4, 7), lr=1e-3),
     "cut on the last dim": decoder(
         build, on_the_last_dim, on(1, 2, 3, 4) + on(3, transports=TRANSPORTS[1:]), look=collected
     ),
     **{
-        f"a scalar alone over {each}": Case(
-            Scaled, layer_alone, on(2, transports=[each]), inputs=vectors(2, 6)
-        )
+        f"a scalar alone over {each}": Case(Scaled, in_parts, on(2, transports=[each]), inputs=vectors(2, 6))
         for each in TRANSPORTS
     },
     "channels last and strided": Case(Formats, on_channels, on(1, 2, 3, 4), inputs=vectors(2, 3, 6, 6)),
@@ -544,7 +526,7 @@ CASES: dict[str, Case] = {
     **{
         f"resharded to {size} of {world}{', on the last dim' * bool(options)}": decoder(
             tied,
-            partial(blocks, reshard_after_forward=size, **options),
+            partial(sharded, reshard_after_forward=size, **options),
             on(world),
             look=stays(size == 1),
             slow=(size, world, options) != (2, 4, {}),
@@ -557,7 +539,7 @@ CASES: dict[str, Case] = {
     **{
         kind: Case(
             partial(wrapping, kind),
-            partial(blocks, reshard_after_forward=True),
+            partial(sharded, reshard_after_forward=True),
             on(2),
             unwrapped,
             slow="of containers" not in kind,
@@ -567,8 +549,8 @@ CASES: dict[str, Case] = {
     "lists and dicts of modules": Case(Lists, parts_of_lists, on(1, 2, 3)),
     "a list as the root": Case(pair, lambda models: fully_shard([*models]), on(1, 2, 3), in_turn),
     "one model through another": Case(pair, each_alone, on(2), in_turn),
-    "called twice or sometimes": Case(Branching, branches, on(1, 2, 3), of_its_dict, before=branch, steps=4),
-    "frozen in turn": Case(adapters, blocks, on(1, 2, 3), before=freeze, steps=4),
+    "called twice or sometimes": Case(Branching, in_parts, on(1, 2, 3), of_its_dict, before=branch, steps=4),
+    "frozen in turn": Case(adapters, sharded, on(1, 2, 3), before=freeze, steps=4),
     "its input changed in place": Case(in_place, second_alone, on(2), inputs=vectors(3, 4)),
     "grouped by lists": decoder(build, grouped("auto", AUTO), on(1, 2, 3, 4)),
     "grouped by lists, tied ends": decoder(tied, grouped("auto", [*AUTO[:4], ENDS[:2]]), on(2), slow=True),

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,12 +80,27 @@ def rest(model: nn.Module) -> None:
         step(model)
 
 
-def bad_batch() -> None:
+def bad_batch(after_s: float = 0.0) -> None:
     """Raise what a user's code raises."""
+    time.sleep(after_s)
     raise ValueError("bad batch")
 
 
-def while_asking(rank: int, act: Callable[[], Any]) -> None:
+def killed(after_s: float = 0.0) -> None:
+    """Nothing of this process goes on."""
+    time.sleep(after_s)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_forward(acts: dict[int, Callable[[], Any]], rank: int, world: int) -> None:
+    """Ranks that do something in a forward, in each from now on."""
+    model = until_fault()
+    if rank in acts:
+        on(model, acts[rank])
+    rest(model)
+
+
+def while_asking(act: Callable[[], Any], rank: int, world: int) -> None:
     """Rank 1 does ``act()`` where ranks ask each other what to launch; the others wait there, inside of the
     agreement: the second layer runs by itself, which no schedule has."""
     model = until_fault()
@@ -99,11 +115,7 @@ def while_asking(rank: int, act: Callable[[], Any]) -> None:
 # ---- ranks that fail, leave or die
 
 
-def raises_in_forward(rank: int, world: int) -> None:
-    model = until_fault()
-    if rank == 1:
-        on(model, bad_batch)
-    rest(model)
+raises_in_forward = partial(in_forward, {1: bad_batch})
 
 
 def raises_in_backward(rank: int, world: int) -> None:
@@ -116,30 +128,6 @@ def raises_in_backward(rank: int, world: int) -> None:
     rest(model)
 
 
-def raises_while_asking(rank: int, world: int) -> None:
-    while_asking(rank, bad_batch)
-
-
-def is_elsewhere_while_asking(rank: int, world: int) -> None:
-    while_asking(rank, dist.barrier)
-
-
-def two_fail(rank: int, world: int) -> None:
-    model = until_fault()
-    if rank == 1:
-        on(model, bad_batch)
-    if rank == 2:
-        on(model, lambda: time.sleep(0.3) or bad_batch())
-    rest(model)
-
-
-def exits(rank: int, world: int) -> None:
-    model = until_fault()
-    if rank == 1:
-        on(model, lambda: sys.exit(3))
-    rest(model)
-
-
 def ends_early(rank: int, world: int) -> None:
     model = until_fault()
     if rank == 1:
@@ -147,42 +135,12 @@ def ends_early(rank: int, world: int) -> None:
     rest(model)
 
 
-def killed(rank: int, world: int) -> None:
-    model = until_fault()
-    if rank == 1:
-        on(model, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    rest(model)
-
-
-def store_host_killed(rank: int, world: int) -> None:
-    model = until_fault()
-    if rank == 0:
-        on(model, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    rest(model)
-
-
-def store_host_raises(rank: int, world: int) -> None:
-    model = until_fault()
-    if rank == 0:
-        on(model, bad_batch)
-    rest(model)
-
-
-def caller_dies(rank: int, world: int) -> None:
-    """Rank 1 computes; rank 2 has asked for all ranks' status, and is killed."""
-    model = until_fault()
-    if rank == 1:
-        on(model, lambda: time.sleep(2.5))
-    if rank == 2:
-        on(model, lambda: time.sleep(1.2) or os.kill(os.getpid(), signal.SIGKILL))
-    rest(model)
+dies = partial(in_forward, {1: killed})
+# Rank 1 computes; rank 2 has asked for all ranks' status, and is killed.
+caller_dies = partial(in_forward, {1: partial(time.sleep, 2.5), 2: partial(killed, 1.2)})
 
 
 # ---- ranks that diverge
-
-
-def catches_unagreed(rank: int, world: int) -> None:
-    catches(rank, world, agreement="off")
 
 
 def catches(rank: int, world: int, agreement: str = "strict") -> None:
@@ -258,10 +216,7 @@ def other_order(rank: int, world: int) -> None:
 def other_root(rank: int, world: int) -> None:
     """Rank 1 alone calls a model that isn't a child of the one around it."""
     other = built()
-    model = until_fault()
-    if rank == 1:
-        on(model, lambda: other(torch.ones(2, 8)))
-    rest(model)
+    in_forward({1: lambda: other(torch.ones(2, 8))}, rank, world)
 
 
 def other_model_first(rank: int, world: int) -> None:
@@ -337,25 +292,10 @@ def slow_store(rank: int, world: int) -> None:
 # ---- ranks that take their time
 
 
-def stalls(rank: int, world: int) -> None:
-    model = until_fault()
-    if rank == 1:
-        on(model, lambda: time.sleep(1e4))
-    rest(model)
-
-
-def computes(rank: int, world: int) -> None:
-    def long() -> None:
-        end, x = time.monotonic() + LONG_S, torch.ones(64, 64)
-        while time.monotonic() < end:
-            x = (x @ x).clamp(0, 1)
-
-    model = until_fault()
-    if rank == 1:
-        model[1].act = long
-    step(model)
-    model[1].act = None
-    rest(model)
+def computes() -> None:
+    end, x = time.monotonic() + LONG_S, torch.ones(64, 64)
+    while time.monotonic() < end:
+        x = (x @ x).clamp(0, 1)
 
 
 def compiles_for(seconds: float) -> None:
@@ -366,15 +306,8 @@ def compiles_for(seconds: float) -> None:
         torch.compile(lambda x: (x @ x).relu().sum(), backend="aot_eager")(torch.ones(8, 8))
 
 
-def compiles(rank: int, world: int) -> None:
-    _once(rank, lambda: compiles_for(LONG_S))
-
-
-def compiles_long(rank: int, world: int) -> None:
-    _once(rank, lambda: compiles_for(30.0))
-
-
-def _once(rank: int, act: Callable[[], Any]) -> None:
+def once(act: Callable[[], Any], rank: int, world: int) -> None:
+    """Rank 1 does something in one forward."""
     model = until_fault()
     if rank == 1:
         on(model, act)
@@ -383,11 +316,12 @@ def _once(rank: int, act: Callable[[], Any]) -> None:
     rest(model)
 
 
-def loads(rank: int, world: int) -> None:
+def loads(rank: int, world: int, then: Callable[[], Any] = lambda: None) -> None:
     """Rank 1 takes long between two steps, where the others wait to begin the next one."""
     model = until_fault()
     if rank == 1:
         time.sleep(LONG_S)
+    then()
     rest(model)
 
 
@@ -402,35 +336,23 @@ def slow_backward(rank: int, world: int) -> None:
 
 def comes_late_to_a_barrier(rank: int, world: int) -> None:
     """All others are in a collective of the caller's own, that rank 1 comes to in the end."""
-    model = until_fault()
-    if rank == 1:
-        time.sleep(LONG_S)
-    dist.barrier()
-    rest(model)
+    loads(rank, world, dist.barrier)
 
 
 def comes_late_to_what_is_in_flight(rank: int, world: int) -> None:
-    model = until_fault()
-    if rank == 1:
-        time.sleep(LONG_S)
-    dist.all_reduce(torch.ones(2), async_op=True).wait()
-    rest(model)
+    loads(rank, world, lambda: dist.all_reduce(torch.ones(2), async_op=True).wait())
 
 
-def sleeps(rank: int, world: int) -> None:
-    _once(rank, lambda: time.sleep(LONG_S))
+def holds_the_gil() -> None:
+    ctypes.PyDLL(None).usleep(int(LONG_S * 1e6))
 
 
-def holds_the_gil(rank: int, world: int) -> None:
-    _once(rank, lambda: ctypes.PyDLL(None).usleep(int(LONG_S * 1e6)))
+def stopped() -> None:
+    subprocess.Popen(["sh", "-c", f"sleep {LONG_S}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def stopped(rank: int, world: int) -> None:
-    def stop() -> None:
-        subprocess.Popen(["sh", "-c", f"sleep {LONG_S}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    _once(rank, stop)
+sleeps = partial(once, partial(time.sleep, LONG_S))
 
 
 def slow_bytes(rank: int, world: int) -> None:
@@ -487,40 +409,42 @@ CASES = {
         raises_under_copies, "RankFailed", ("rank 3 raised ValueError: bad batch",), (3,), world=4
     ),
     "raise on the rank that holds the store": Case(
-        store_host_raises, "RankFailed", ("rank 0 raised ValueError: bad batch",), (0,)
+        partial(in_forward, {0: bad_batch}), "RankFailed", ("rank 0 raised ValueError: bad batch",), (0,)
     ),
-    "raise while the others ask": Case(raises_while_asking, "RankFailed", BAD, world=3),
+    "raise while the others ask": Case(partial(while_asking, bad_batch), "RankFailed", BAD, world=3),
     "barrier while the others ask": Case(
-        is_elsewhere_while_asking,
+        partial(while_asking, dist.barrier),
         "Diverged",
         ("ranks 0, 2 are in agree", "rank 1 is in torch.distributed.barrier"),
         world=3,
     ),
-    "two ranks raise": Case(two_fail, "RankFailed", BAD, (1, 2), world=3),
-    "sys.exit in forward": Case(exits, "RankFailed", ("rank 1 ended its program",)),
+    "two ranks raise": Case(
+        partial(in_forward, {1: bad_batch, 2: partial(bad_batch, 0.3)}), "RankFailed", BAD, (1, 2), world=3
+    ),
+    "sys.exit in forward": Case(
+        partial(in_forward, {1: partial(sys.exit, 3)}), "RankFailed", ("rank 1 ended its program",)
+    ),
     "data end early, program ends": Case(ends_early, "RankFailed", ("rank 1 ended its program", "lockstep")),
-    "SIGKILL": Case(killed, "RankLost", ("rank 1 is lost",)),
-    "SIGKILL, 4 ranks": Case(killed, "RankLost", ("rank 1 is lost",), world=4),
-    "SIGKILL, collectives": Case(killed, "RankLost", ("rank 1 is lost",), transport="collectives", world=3),
-    "SIGKILL of the rank that holds the store": Case(store_host_killed, "RankLost", ("store",), (0,)),
+    "SIGKILL": Case(dies, "RankLost", ("rank 1 is lost",)),
+    "SIGKILL, 4 ranks": Case(dies, "RankLost", ("rank 1 is lost",), world=4),
+    "SIGKILL, collectives": Case(dies, "RankLost", ("rank 1 is lost",), transport="collectives", world=3),
+    "SIGKILL of the rank that holds the store": Case(
+        partial(in_forward, {0: killed}), "RankLost", ("store",), (0,)
+    ),
     "SIGKILL of a rank that has called the exchange": Case(
         caller_dies, "RankLost", ("rank 2 is lost",), (2,), world=3
     ),
     "exception caught, next step, agreement strict": Case(catches, "Diverged", PLACES, culprits=()),
-    "exception caught, next step, agreement off, collectives": Case(
-        catches_unagreed,
-        "Diverged",
-        (*PLACES, "after ValueError: bad batch"),
-        culprits=(),
-        transport="collectives",
-    ),
-    "exception caught, next step, agreement off, sockets": Case(
-        catches_unagreed,
-        "Diverged",
-        (*PLACES, "after ValueError: bad batch"),
-        culprits=(),
-        transport="sockets",
-    ),
+    **{
+        f"exception caught, next step, agreement off, {each}": Case(
+            partial(catches, agreement="off"),
+            "Diverged",
+            (*PLACES, "after ValueError: bad batch"),
+            (),
+            transport=each,
+        )
+        for each in ("collectives", "sockets")
+    },
     "save on rank 0 alone": Case(saves_alone, "Diverged", (*PLACES, "save("), culprits=()),
     "backward skipped": Case(skips_backward, "Diverged", PLACES, culprits=()),
     "backward skipped, 4 ranks": Case(skips_backward, "Diverged", PLACES, culprits=(), world=4),
@@ -543,10 +467,14 @@ CASES = {
     "two models in another order": Case(other_model_first, "Diverged", PLACES, culprits=()),
     "other shapes": Case(other_shapes, "Diverged", ("[8, 8]", "[16, 16]"), culprits=()),
     "sleeps for ever, stall_s=2": Case(
-        stalls, "Stalled", ("rank 1 has done nothing", "faults.py:"), culprits=(), policy="stall_s=2"
+        partial(in_forward, {1: partial(time.sleep, 1e4)}),
+        "Stalled",
+        ("rank 1 has done nothing", "faults.py:"),
+        culprits=(),
+        policy="stall_s=2",
     ),
-    "computes 3 s, stall_s=1": Case(computes, policy="stall_s=1"),
-    "compiles 3 s": Case(compiles),
+    "computes 3 s, stall_s=1": Case(partial(once, computes), policy="stall_s=1"),
+    "compiles 3 s": Case(partial(once, partial(compiles_for, LONG_S))),
     "sleeps 3 s": Case(sleeps, policy="suspect_s=0.3"),
     "sleeps 3 s, 4 ranks": Case(sleeps, world=4),
     "loads data for 3 s": Case(loads, world=3),
@@ -555,9 +483,9 @@ CASES = {
     "comes 3 s late to an all-reduce in flight": Case(
         comes_late_to_what_is_in_flight, world=3, policy="suspect_s=0.3"
     ),
-    "holds the GIL 3 s": Case(holds_the_gil),
-    "stopped 3 s": Case(stopped),
-    "stopped 3 s, collectives": Case(stopped, transport="collectives"),
+    "holds the GIL 3 s": Case(partial(once, holds_the_gil)),
+    "stopped 3 s": Case(partial(once, stopped)),
+    "stopped 3 s, collectives": Case(partial(once, stopped), transport="collectives"),
     "bytes take 3 s": Case(slow_bytes, transport="sockets"),
     "bytes take 3 s, collective_s=1": Case(
         slow_bytes,

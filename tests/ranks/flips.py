@@ -11,10 +11,10 @@ import sys
 import torch
 from torch import nn
 
-from shardwright import fully_shard
 from shardwright.errors import DamagedMemory
 from shardwright.torch_private import local_of
 from shardwright.transport.cpu.views import view_of
+from tests.ranks.models import sharded
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
@@ -26,9 +26,7 @@ def main(count: int, seed: int) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3, dtype=torch.float32))
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=False)
-    fully_shard(model)
+    sharded(model, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=chance.random() < 0.5)
     shards = list(model.parameters())
 

@@ -1,6 +1,7 @@
 """Small models for parity tests, each with what sharding finds hard, and the loops that compare them."""
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from shardwright import FSDPModule, stats, torch_private
+from shardwright import FSDPModule, fully_shard, stats, torch_private
 from shardwright.engine.groups.gradient_state import mark_of
 
 NEEDS_ORDER = pytest.mark.skipif(
@@ -103,6 +104,23 @@ class Run:
         self.optimizer.zero_grad()
 
 
+def both_step(ours: Run, theirs: Run, tolerance: float = 1e-6) -> None:
+    """A step of both, after which they are the same."""
+    ours.step()
+    theirs.step()
+    assert_same(ours.model, theirs.model, tolerance)
+
+
+def train_by(run: Run, losses: Iterable[torch.Tensor]) -> list[float]:
+    """A step by each of the losses, which are computed one after another; what they were."""
+    seen = []
+    for loss in losses:
+        loss.backward()
+        run.step()
+        seen.append(loss.item())
+    return seen
+
+
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """The average of a scalar over all ranks."""
     total = value.detach().clone()
@@ -184,9 +202,14 @@ def train_beside(
     for step in range(steps):
         loss, expected = both_backward(sharded.model, reference.model, batches(step, world), rank)
         assert abs(mean_over_ranks(loss) - expected) <= tolerance
-        sharded.step()
-        reference.step()
-        assert_same(sharded.model, reference.model, tolerance)
+        both_step(sharded, reference, tolerance)
+
+
+def warned(call: Callable[[], object]) -> list[str]:
+    """What the call warns of, once or again."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        call()
+    return [str(each.message) for each in caught]
 
 
 def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -217,9 +240,7 @@ def equal_steps(
         x = torch.randn(world, *shape, generator=torch.Generator().manual_seed(step))
         both_backward(model, reference, x, rank, forward)
         assert all(stats(root).unsharded_nbytes == 0 for root in roots)
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+        both_step(ours, theirs)
         after()
 
 
@@ -249,3 +270,18 @@ def shard_decoder(model: Decoder, fully_shard: Callable, **options) -> Decoder:
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
+
+
+def sharded(model: nn.Module, parts: Iterable = (), **options):
+    """A group per part (by default per block, or layer), the rest in the root."""
+    for part in parts or getattr(model, "blocks", model):
+        fully_shard(part, **options)
+    return fully_shard(model, **options)
+
+
+def twins(make: Callable[[], nn.Module], seed: int = 5) -> tuple[nn.Module, nn.Module]:
+    """Two models with the same numbers."""
+    torch.manual_seed(seed)
+    model = make()
+    torch.manual_seed(seed)
+    return model, make()

@@ -19,6 +19,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -110,6 +111,14 @@ def run_ranks(
     if failed:
         raise AssertionError("\n\n".join(_describe(r, world, failed[0]) for r in failed))
     return [pickle.loads(rank.result) for rank in ranks]
+
+
+def run_ranks_but(lost: int, world: int, fn: Callable[..., Any], *args: Any, **limits: Any) -> None:
+    """``run_ranks`` of a function in which rank ``lost`` dies, or is ended, and no other fails."""
+    __tracebackhide__ = True
+    with pytest.raises(AssertionError) as error:
+        run_ranks(world, fn, *args, **limits)
+    assert re.findall(rf"^rank (\d+) of {world} failed", str(error.value), re.MULTILINE) == [str(lost)]
 
 
 def on_ranks(*worlds: int, **limits: Any) -> Callable[[Callable[..., Any]], Any]:

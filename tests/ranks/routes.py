@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.engine.unit import unit_of, units_in
-from tests.ranks.models import Run, full
+from tests.ranks.models import Run, assert_same_grads, both_step
 
 WIDTH = 7  # every shard of every world is uneven
 TOLERANCE = 1e-10
@@ -142,14 +142,8 @@ def train_beside_one_process(sharded: nn.Module, plan: Plan, rank: int, world: i
         plans = [replace(plan(r, world, step), pause_s=0.0) for r in range(world)]
         losses = [loss_of(theirs.model, its, r, step) for r, its in enumerate(plans)]
         torch.stack(losses).mean().backward()
-        for (name, param), other in zip(sharded.named_parameters(), theirs.model.parameters(), strict=True):
-            assert (param.grad is None) == (other.grad is None), f"{plan.__name__}, step {step}: {name}"
-            if other.grad is not None:
-                torch.testing.assert_close(full(param.grad), other.grad, atol=TOLERANCE, rtol=TOLERANCE)
-        ours.step()
-        theirs.step()
+        assert_same_grads(sharded, theirs.model, TOLERANCE)
+        both_step(ours, theirs, TOLERANCE)
         asked.append(log.num_asked)
-    for param, other in zip(sharded.parameters(), theirs.model.parameters(), strict=True):
-        torch.testing.assert_close(full(param), other, atol=TOLERANCE, rtol=TOLERANCE)
     log.assert_same_on_all_ranks()
     return [after - before for before, after in zip([0, *asked], asked, strict=False)]

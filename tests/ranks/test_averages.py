@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwright import fully_shard
-from tests.ranks.models import full
+from tests.ranks.models import Run, full, sharded, squared, train_by
 from tests.ranks.pool import on_ranks
 
 
@@ -16,8 +16,7 @@ def model_of(reshard):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     if reshard != "plain":
-        for part in (model[0], model):
-            fully_shard(part, reshard_after_forward=reshard)
+        sharded(model, [model[0]], reshard_after_forward=reshard)
     return model
 
 
@@ -48,11 +47,9 @@ def test_averages_are_those_of_one_process_whatever_ran_before(reshard):
         ours, whole = ([model_of(each), model_of(each)] for each in (reshard, "plain"))
         for student, mean in (ours, whole):
             mean.requires_grad_(False)
-            optimizer = torch.optim.SGD(student.parameters(), 0.1)
+            run = Run.of(student, lr=0.1)
             for _ in range(3):
-                student(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train_by(run, [squared(student, x)])
                 with torch.no_grad():
                     for model, runs_it in zip((student, mean), runs, strict=True):
                         if runs_it:
@@ -93,8 +90,7 @@ def test_a_penalty_on_weights_outside_of_the_forward_is_that_of_one_process(way,
     torch.manual_seed(1)
     ours, whole = (nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)) for _ in range(2))
     whole.load_state_dict(ours.state_dict())
-    for part in (*ours, ours):
-        fully_shard(part, reshard_after_forward=reshard)
+    sharded(ours, reshard_after_forward=reshard)
     for step in range(2):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         (whole(x).square().mean() + penalty(whole)).backward()

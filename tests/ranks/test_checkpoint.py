@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardwright import fully_shard
 from shardwright.checkpoint import load, save
 from shardwright.wrapper import FSDP
+from tests.ranks.models import Run, full, sharded, train_by
 from tests.ranks.pool import run_ranks
 
 
@@ -41,9 +42,7 @@ class Net(nn.Module):
 def by_layers(model: Net) -> nn.Module:
     """``fully_shard``, a group for some of the layers."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (model.up, model.one, model.down, model.frozen):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return sharded(model, [model.up, model.one, model.down, model.frozen], mesh=mesh)
 
 
 def wrapped(model: Net) -> nn.Module:
@@ -79,31 +78,22 @@ def build(kind: str, seed: int, sharding: str = "by_layers") -> tuple[nn.Module,
     return model, torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        x = torch.randint(0, 11, (6,), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(x), (x + 1) % 11)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def loss_of(model: nn.Module, step: int, rank: int = 0) -> torch.Tensor:
+    x = torch.randint(0, 11, (6,), generator=torch.Generator().manual_seed(100 * step + rank))
+    return nn.functional.cross_entropy(model(x), (x + 1) % 11)
 
 
-def full(value):
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def kept(value):
+    return full(value).detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    state = {k: full(v) for k, v in model.state_dict().items()}
+    state = {k: kept(v) for k, v in model.state_dict().items()}
     names = {id(p): n for n, p in model.named_parameters()}
     for i, group in enumerate(optimizer.param_groups):
         state |= {f"group {i} {k}": v for k, v in group.items() if k != "params"}
         for p in group["params"]:
-            state |= {f"{names[id(p)]} {k}": full(v) for k, v in optimizer.state[p].items()}
+            state |= {f"{names[id(p)]} {k}": kept(v) for k, v in optimizer.state[p].items()}
     return state
 
 
@@ -118,7 +108,7 @@ def assert_equal(a: dict, b: dict) -> None:
 
 def save_trained(rank: int, world: int, path: str, kind: str, sharding: str) -> dict:
     model, optimizer = build(kind, 1, sharding)
-    train(model, optimizer, range(2))
+    train_by(Run(model, optimizer), (loss_of(model, step) for step in range(2)))
     save(path, model=model, optimizer=optimizer, extra={"tokens": 123, "note": (1, None)}, step=2)
     return everything(model, optimizer)
 

@@ -18,6 +18,7 @@ from shardwright import fully_shard, stream_state_dict
 from shardwright.checkpoint import load, save
 from shardwright.checkpoint.tools import consolidate
 from shardwright.errors import CheckpointError
+from tests.ranks.models import sharded
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_checkpoint import assert_equal, everything
 
@@ -135,9 +136,7 @@ class Deep(nn.Module):
 def stream_deep(rank: int, world: int) -> tuple[int, list[tuple[str, float]]]:
     with torch.device("meta"):
         model = Deep()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model).to_empty(device="cpu")
+    sharded(model, model.layers).to_empty(device="cpu")
     with torch.no_grad():
         for number, param in enumerate(model.parameters()):
             param.fill_(number + 1)

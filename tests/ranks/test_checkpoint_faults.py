@@ -7,7 +7,6 @@ import resource
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ from shardwright.checkpoint.folder import find, read_manifest
 from shardwright.checkpoint.shardfile import Item
 from shardwright.checkpoint.writer import Writer
 from shardwright.errors import CheckpointError
-from tests.ranks.models import filled
+from tests.ranks.models import filled, warned
 from tests.ranks.pool import run_ranks
 
 # The package has functions of these names.
@@ -171,10 +170,8 @@ def test_state_that_differs_between_ranks_is_named_with_the_values_of_both(tmp_p
 
 
 def diverged(rank: int, world: int, path: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        save(path, model=fully_shard(filled(1.0)), extra={"seen": torch.tensor(rank)}, step=1)
-    return [str(each.message) for each in caught]
+    model = fully_shard(filled(1.0))
+    return warned(lambda: save(path, model=model, extra={"seen": torch.tensor(rank)}, step=1))
 
 
 def test_a_tensor_that_differs_between_ranks_is_named_with_both_ranks(tmp_path):

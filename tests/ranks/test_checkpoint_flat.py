@@ -17,7 +17,7 @@ from shardwright.checkpoint.folder import read_manifest
 from shardwright.errors import CheckpointError
 from shardwright.schedule.layout import FlatEntry, FlatLayout
 from tests.ranks.pool import on_ranks, run_ranks
-from tests.ranks.test_checkpoint import assert_equal, full
+from tests.ranks.test_checkpoint import assert_equal, kept
 
 
 class Layer(nn.Module):
@@ -87,7 +87,7 @@ def named(values: Iterable[tuple[str, nn.Parameter, torch.Tensor]]) -> dict[str,
     """Whole tensors under the names of the model, of tensors that are like its parameters."""
     found = {}
     for name, p, value in values:
-        whole, layout = full(value), getattr(p, "flat_layout", None)
+        whole, layout = kept(value), getattr(p, "flat_layout", None)
         for entry in layout.entries if layout else ():
             prefix = name[: name.rfind(".") + 1]
             found[prefix + entry.name] = whole[entry.start :][: entry.numel].view(entry.shape)
@@ -124,7 +124,7 @@ def load_poisoned(
     torch.use_deterministic_algorithms(True)  # every torch.empty is NaN from now on
     restored = load(path, model=model, optimizer=optimizer)
     for p in model.parameters():
-        state = [full(v) for v in optimizer.state[p].values()]
+        state = [kept(v) for v in optimizer.state[p].values()]
         assert all(v.isfinite().all() for v in state)  # between the tensors of a flat parameter too
     step(model, optimizer)
     return everything(model, optimizer), restored.read_nbytes

@@ -12,8 +12,9 @@ from shardwright.checkpoint import load, save
 from shardwright.checkpoint.sources import open_source
 from shardwright.checkpoint.tools import Reader, read_tensor
 from shardwright.errors import CheckpointError
+from tests.ranks.models import full
 from tests.ranks.pool import run_ranks
-from tests.ranks.test_checkpoint import assert_equal, full
+from tests.ranks.test_checkpoint import assert_equal
 
 FAIRSCALE = Path(__file__).parent / "fairscale"
 XLA = Path(__file__).parents[1] / "xla" / "fixtures"

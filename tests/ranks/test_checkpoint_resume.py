@@ -5,7 +5,6 @@ import random
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import fully_shard
 from shardwright.checkpoint import Keep, async_save, background, latest, load, save
 from shardwright.errors import CheckpointError
+from tests.ranks.models import Run, sharded, train_by, warned
 from tests.ranks.pool import on_ranks, run_ranks
+from tests.ranks.test_checkpoint import loss_of
 
 
 class Net(nn.Module):
@@ -42,24 +43,13 @@ class Net(nn.Module):
         return self.head(h)
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
 def train(model, optimizer, scheduler, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        x = torch.randint(0, 11, (6,), generator=generator)
-        loss = nn.functional.cross_entropy(model(x), (x + 1) % 11)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    def losses():
+        for step in steps:
+            yield loss_of(model, step, dist.get_rank())
+            scheduler.step()
+
+    return train_by(Run(model, optimizer), losses())
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -118,7 +108,6 @@ OPTIMIZERS = {each.__name__: each for each in CLASSES if issubclass(each, torch.
 del OPTIMIZERS["Optimizer"]
 # On DTensors torch fails: LBFGS flattens all parameters, Adafactor and Rprop write across placements.
 PLAIN_ONLY = {"Adafactor", "LBFGS", "Rprop"}
-MATRICES_ONLY = {"Muon"}
 SPARSE = {"SparseAdam"}
 
 
@@ -385,10 +374,7 @@ def test_sharded_extra_state_comes_back_sharded(tmp_path):
 def diverged_buffer(rank: int, world: int, path: str) -> list[str]:
     model = sharded(Net())
     model.seen.fill_(rank)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        save(path, model=model, step=0)
-    return [str(w.message) for w in caught]
+    return warned(lambda: save(path, model=model, step=0))
 
 
 def test_buffers_that_differ_between_ranks_are_named(tmp_path):

@@ -6,7 +6,6 @@ A line here that fails with a newer torch means that torch has caught up: mend t
 import contextlib
 import copy
 import io
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from torch.torch_version import TorchVersion
 
 import shardwright
 from shardwright.checkpoint import load, save
+from tests.ranks.models import warned
 from tests.ranks.pool import run_ranks
 
 SIDES = {"torch": fsdp.fully_shard, "shardwright": shardwright.fully_shard}
@@ -46,9 +46,8 @@ def another_order(shard: Callable, rank: int, _: Path) -> bool:
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     expected = TwoLayers()(x, order)
     model = TwoLayers()
-    for layer in model.layers:
-        shard(layer)
-    shard(model)
+    for part in (*model.layers, model):
+        shard(part)
     return torch.allclose(model(x, order), expected, atol=1e-6)
 
 
@@ -89,6 +88,11 @@ def gradient_of_a_gradient(shard: Callable, _: int, __: Path) -> bool:
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     slope.square().sum().backward()
     return any(p.grad is not None for p in model.parameters())
+
+
+def seeded(shard: Callable, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return shard(nn.Linear(4, 4, bias))
 
 
 def copied(shard: Callable, _: int, __: Path) -> bool:
@@ -135,8 +139,7 @@ def other_weights_by_rank(shard: Callable, rank: int, _: Path) -> bool:
 
 def thrown_away(shard: Callable, _: int, __: Path) -> bool:
     """Whether a microbatch without sync is gone after ``zero_grad``, as in one process."""
-    torch.manual_seed(0)
-    model = shard(nn.Linear(4, 4, bias=False))
+    model = seeded(shard, bias=False)
     for sync, factor in ((False, 1e6), (True, 1.0)):
         model.set_requires_gradient_sync(sync)
         torch.optim.SGD(model.parameters(), 0.1).zero_grad()
@@ -146,8 +149,7 @@ def thrown_away(shard: Callable, _: int, __: Path) -> bool:
 
 def failed_microbatch(shard: Callable, _: int, __: Path) -> bool:
     """Whether the gradients of the microbatch before one whose backward fails are there."""
-    torch.manual_seed(0)
-    model = shard(nn.Linear(4, 4, bias=False))
+    model = seeded(shard, bias=False)
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
     out = model(torch.ones(1, 4))
@@ -161,8 +163,7 @@ def failed_microbatch(shard: Callable, _: int, __: Path) -> bool:
 
 def step_without_sync(shard: Callable, _: int, __: Path) -> bool:
     """Whether a step without any reduced gradient does nothing without a word."""
-    torch.manual_seed(0)
-    model = shard(nn.Linear(4, 4))
+    model = seeded(shard)
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
@@ -200,8 +201,7 @@ def weights_of_another_step(shard: Callable, _: int, __: Path) -> bool:
 
 def number_of_a_part(shard: Callable, _: int, __: Path) -> bool:
     """Whether the norm that a script prints is the gradient's."""
-    torch.manual_seed(0)
-    model = shard(nn.Linear(4, 4))
+    model = seeded(shard)
     model(torch.ones(1, 4)).sum().backward()
     norm = model.weight.grad.norm().item()
     return norm == pytest.approx(model.weight.grad.full_tensor().norm().item())
@@ -209,8 +209,7 @@ def number_of_a_part(shard: Callable, _: int, __: Path) -> bool:
 
 def clipped_while_unsharded(shard: Callable, _: int, __: Path) -> bool:
     """Whether clipping finds the gradients of a module that stays unsharded after a backward."""
-    torch.manual_seed(0)
-    model = shard(nn.Linear(4, 4))
+    model = seeded(shard)
     model.set_reshard_after_backward(False)
     model(torch.ones(1, 4)).sum().backward()
     return bool(shardwright.clip_grad_norm_(model.parameters(), 1.0) > 0)
@@ -232,19 +231,11 @@ def edited_in_its_forward(shard: Callable, _: int, __: Path) -> bool:
     return torch.equal(model.weight.full_tensor(), before / 2)
 
 
-def warned_of(call: Callable) -> bool:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return any("parameter" in str(each.message) for each in caught)
-
-
 def put_in_late(shard: Callable, _: int, __: Path) -> bool:
     """Whether a parameter that was put in after sharding is named: each rank trains its own."""
-    torch.manual_seed(0)
-    model = shard(nn.Linear(4, 4))
+    model = seeded(shard)
     model.adapter = nn.Parameter(torch.zeros(4))
-    return warned_of(lambda: model(torch.ones(1, 4)))
+    return any("parameter" in each for each in warned(lambda: model(torch.ones(1, 4))))
 
 
 def another_reference(shard: Callable, _: int, __: Path) -> bool:
@@ -252,7 +243,7 @@ def another_reference(shard: Callable, _: int, __: Path) -> bool:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     model.kept = [model.weight]
-    return warned_of(lambda: shard(model))
+    return any("parameter" in each for each in warned(lambda: shard(model)))
 
 
 QUESTIONS = {

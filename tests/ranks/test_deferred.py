@@ -208,9 +208,7 @@ def test_in_a_larger_model_it_is_as_any_other_group(rank, world):
         def forward(self, x):
             return self.out(self.inner(x))
 
-    torch.manual_seed(1)
-    reference = Outer()
-    model = copy.deepcopy(reference)
+    model, reference = models.twins(Outer)
     sharded(model.inner)
     fully_shard(model)
     equal_steps(model, reference, rank, world)
@@ -222,8 +220,7 @@ def test_a_tied_head_or_a_small_one_stays_with_the_rest(rank, world):
     equal_steps(tied, made(tied=True), rank, world)
     assert "F+ 4" not in lines(tied, Phase.FORWARD)
     small = nn.Sequential(nn.Linear(13, 8), nn.Linear(8, 8), nn.Linear(8, 13))
-    fully_shard(small[1])
-    fully_shard(small)
+    models.sharded(small, [small[1]])
     small(torch.ones(2, 13)).sum().backward()
     assert "F+ 2" not in lines(small, Phase.FORWARD)
 
@@ -253,9 +250,8 @@ def deep(reads="in their forwards", **options):
 @pytest.mark.parametrize("reads", ["in their forwards", "the last one first"])
 @on_ranks(2)
 def test_the_first_block_is_two_groups_of_which_one_is_moved_beside_the_others_compute(rank, world, reads):
-    torch.manual_seed(5)
-    reference = deep(reads)
-    model = sharded(copy.deepcopy(reference))
+    model, reference = models.twins(lambda: deep(reads))
+    sharded(model)
     names = [group.modules for group in explain(model).groups]
     assert names == [("blocks.0",), ("blocks.1",), ("blocks.2",), ("blocks.0.down",), ("",), ("norm", "head")]
     model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
@@ -272,13 +268,9 @@ def test_the_first_block_is_two_groups_of_which_one_is_moved_beside_the_others_c
 
 @on_ranks(2)
 def test_a_first_block_that_something_was_asked_of_stays_one_group():
-    torch.manual_seed(5)
-    reference = deep()
-    model = copy.deepcopy(reference)
+    model = deep()
     fully_shard(model.blocks[0]).set_gradient_divide_factor(1.0)
-    for block in model.blocks[1:]:
-        fully_shard(block)
-    fully_shard(model)
+    models.sharded(model, model.blocks[1:])
     assert len(explain(model).groups) == 5
 
 
@@ -294,9 +286,7 @@ def test_a_parameter_of_a_group_that_was_cut_off_may_be_tied_later(rank, world):
         def forward(self, x):
             return self.again(self.down(torch.tanh(self.inner(x)[..., :BLOCK])))
 
-    torch.manual_seed(1)
-    reference = Outer()
-    model = copy.deepcopy(reference)
+    model, reference = models.twins(Outer)
     sharded(model.inner)
     fully_shard(model)
     equal_steps(model, reference, rank, world)

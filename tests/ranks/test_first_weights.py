@@ -12,15 +12,14 @@ from torch.distributed.tensor import DTensor
 from shardwright import fully_shard
 from shardwright.errors import Diverged
 from shardwright.wrapper import FSDP
+from tests.ranks.models import sharded
 from tests.ranks.pool import on_ranks, run_ranks
 
 
 def model_of(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(70, 300), nn.Tanh(), nn.Linear(300, 4), nn.BatchNorm1d(4))
-    for part in (model[0], model):
-        fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model
+    return sharded(model, [model[0]], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def train(model):
@@ -120,8 +119,7 @@ def test_statistics_that_differ_at_an_evaluation_are_told_once(rank, kind, times
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(4) if kind != "none" else nn.LayerNorm(4)
     model = fully_shard(nn.Sequential(nn.Linear(4, 4), norm))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(3):
             seed = step + (rank if kind == "own" else 0)
             batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))

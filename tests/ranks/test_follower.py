@@ -14,7 +14,7 @@ from shardwright.engine.unit import unit_of
 from shardwright.errors import StageError
 from shardwright.schedule.following import Mode
 from shardwright.schedule.schedule import ActionKind, Phase
-from tests.ranks.models import full
+from tests.ranks.models import full, sharded
 from tests.ranks.pool import on_ranks, run_ranks
 
 WIDTH = 8
@@ -36,10 +36,7 @@ class Net(nn.Module):
 def built(agreement="strict", blocks=4, **options):
     torch.manual_seed(0)
     model = Net(blocks)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    model.set_schedule_policy(SchedulePolicy(agreement=agreement, bucket_cap_mb=0, **options))
+    sharded(model).set_schedule_policy(SchedulePolicy(agreement=agreement, bucket_cap_mb=0, **options))
     return model
 
 
@@ -219,9 +216,7 @@ def in_turns(rank, world, agreement):
     torch.manual_seed(0)
     gan = Gan()
     for part in (gan.generator, gan.critic):
-        for block in part.blocks:
-            fully_shard(block)
-        fully_shard(part)
+        sharded(part)
     fully_shard(gan)
     gan.set_schedule_policy(SchedulePolicy(agreement=agreement, bucket_cap_mb=0))
     ahead = []
@@ -266,9 +261,7 @@ def trained_sequential(model):
 def test_a_forward_that_ctrl_c_has_ended_is_followed_by_a_clean_one():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Interrupted(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+    sharded(model)
     expected = trained_sequential(model)
     for grad_mode in (torch.enable_grad, torch.no_grad):
         model[1].interrupts = True

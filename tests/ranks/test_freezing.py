@@ -8,7 +8,7 @@ from shardwright import fully_shard, stats
 from shardwright.engine.unit import unit_of
 from shardwright.errors import StageError
 from shardwright.schedule.schedule import ActionKind
-from tests.ranks.models import Block, Run, assert_same
+from tests.ranks.models import Block, Run, both_step, twins
 from tests.ranks.pool import on_ranks
 
 WIDTH = 13
@@ -16,22 +16,17 @@ WIDTH = 13
 
 def built(**options):
     """Two sharded modules without a common root, and the same in one process."""
-    torch.manual_seed(3)
-    model = nn.Sequential(Block(), Block())
-    torch.manual_seed(3)
-    reference = nn.Sequential(Block(), Block())
+    model, reference = twins(lambda: nn.Sequential(Block(), Block()))
     for block in model:
         fully_shard(block, **options)
     return model, reference
 
 
-def both_step(ours, theirs, rank, world, step):
+def step_beside(ours, theirs, rank, world, step):
     x = torch.randn(world, 4, WIDTH, generator=torch.Generator().manual_seed(step))
     ours.model(x[rank]).square().mean().backward()
     torch.stack([theirs.model(rows).square().mean() for rows in x]).mean().backward()
-    ours.step()
-    theirs.step()
-    assert_same(ours.model, theirs.model)
+    both_step(ours, theirs)
 
 
 def in_turn(rank, world, options, frozen):
@@ -48,7 +43,7 @@ def in_turn(rank, world, options, frozen):
             for param in held[frozen]:
                 param.requires_grad_(trains)
         reference[frozen].requires_grad_(trains)
-        both_step(ours, theirs, rank, world, step)
+        step_beside(ours, theirs, rank, world, step)
         assert [p.requires_grad for p in model[frozen].parameters()] == [trains] * len(held[frozen])
         assert [p.requires_grad for p in held[frozen]] == [trains] * len(held[frozen])
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 from shardwright import MixedPrecisionPolicy, fully_shard, set_transport, stats
 from shardwright.engine.unit import unit_of
 from shardwright.errors import Diverged, InputError
-from tests.ranks.models import Block, full
+from tests.ranks.models import Block, Run, full, sharded, squared
 from tests.ranks.pool import on_ranks, run_ranks
 
 BF16 = MixedPrecisionPolicy(gather_dtype=torch.bfloat16)
@@ -31,31 +31,24 @@ def rounded(model: nn.Module, skipped: tuple[str, ...] = ()) -> list[torch.Tenso
     return exact
 
 
-def trained_alone(model, batches, skipped=()):
-    """Plain training: gradients of rounded weights step exact ones. The losses."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
-    for batch in batches:
-        exact = rounded(model, skipped)
-        loss = model(batch).square().mean()
-        loss.backward()
+def train_both(model, local, rank, world, skipped=()):
+    """Plain training beside it: gradients of rounded weights step exact ones."""
+    ours, theirs = (Run.of(each, torch.optim.AdamW, lr=1e-2) for each in (model, local))
+    for number in range(4):
+        batch = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(number))
+        squared(model, batch.chunk(world)[rank]).backward()
+        exact = rounded(local, skipped)
+        squared(local, batch).backward()
         with torch.no_grad():
-            for param, was in zip(model.parameters(), exact, strict=True):
+            for param, was in zip(local.parameters(), exact, strict=True):
                 param.copy_(was)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def trained(model, batches, rank, world):
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
-    for batch in batches:
-        loss = model(batch.chunk(world)[rank]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        ours.step()
+        theirs.step()
+    for (name, param), other in zip(model.named_parameters(), local.parameters(), strict=True):
+        assert param.dtype is torch.float32
+        torch.testing.assert_close(
+            full(param), other.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m
+        )
 
 
 def stack():
@@ -63,22 +56,9 @@ def stack():
     return nn.Sequential(*(Block(WIDTH) for _ in range(3)))
 
 
-def given():
-    return [torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(4)]
-
-
 def trains_as_one(rank, world, way, transport):
     set_transport(transport)
-    local, model = stack(), stack()
-    for module in (*model, model):
-        fully_shard(module, mp_policy=BF16, **WAYS[way])
-    trained_alone(local, given())
-    trained(model, given(), rank, world)
-    for (name, param), other in zip(model.named_parameters(), local.parameters(), strict=True):
-        assert param.dtype is torch.float32
-        torch.testing.assert_close(
-            full(param), other.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m
-        )
+    train_both(sharded(stack(), mp_policy=BF16, **WAYS[way]), stack(), rank, world)
 
 
 @pytest.mark.parametrize("transport", ["auto", "sockets", "collectives"])
@@ -94,8 +74,7 @@ def test_as_many_bytes_are_sent_as_were_asked_for_and_compute_is_in_float32(worl
 
     def sent(policy):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
-        for module in (*model, model):
-            fully_shard(module, mp_policy=policy, reshard_after_forward=True)
+        sharded(model, mp_policy=policy, reshard_after_forward=True)
         seen = []
         model[1].register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
         for _ in range(2):
@@ -131,14 +110,9 @@ def test_what_keeps_its_dtype_is_sent_in_it(rank, world):
         gather_dtype=torch.bfloat16,
         param_dtype_override_fn=lambda param: param.dtype if param.ndim == 1 else None,
     )
-    local, model = stack(), stack()
+    local = stack()
     names = tuple(name for name, param in local.named_parameters() if param.ndim == 1)
-    for module in (*model, model):
-        fully_shard(module, mp_policy=policy)
-    trained_alone(local, given(), names)
-    trained(model, given(), rank, world)
-    for param, other in zip(model.parameters(), local.parameters(), strict=True):
-        torch.testing.assert_close(full(param), other.detach(), rtol=1e-4, atol=1e-5)
+    train_both(sharded(stack(), mp_policy=policy), local, rank, world, names)
 
 
 @on_ranks(2)

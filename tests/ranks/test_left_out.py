@@ -1,6 +1,5 @@
 """Parameters that sharding doesn't reach are named: those that came later, other references to a weight."""
 
-import warnings
 from functools import partial
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 
 from shardwright import clip_grad_norm_, fully_shard
+from tests.ranks.models import sharded, warned
 from tests.ranks.pool import on_ranks
 
 
@@ -44,13 +44,6 @@ ALLOWED = {
     "recurrent": lambda layer: setattr(layer, "rnn", nn.LSTM(4, 4)),
     "normed": lambda layer: nn.utils.parametrizations.weight_norm(layer.lin),
 }
-
-
-def warned(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [str(each.message) for each in caught]
 
 
 @on_ranks(1)
@@ -95,9 +88,7 @@ def test_what_stays_unsharded_after_a_backward_is_clipped():
     """Clipping by ``model.parameters()`` finds the gradients of what stays unsharded after a backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for part in (model[0], model):
-        fully_shard(part)
-    model.set_reshard_after_backward(False)
+    sharded(model, [model[0]]).set_reshard_after_backward(False)
     for _ in range(3):
         model(torch.ones(1, 4)).sum().backward()
         assert clip_grad_norm_(model.parameters(), 1e-3) > 1

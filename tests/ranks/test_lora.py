@@ -12,7 +12,7 @@ from torch import nn
 from shardwright import SchedulePolicy, checkpoint, fully_shard, quantize_, stats
 from shardwright.errors import CheckpointError, InputError
 from shardwright.lora import Lora, add_lora, load_adapter, merge_lora, read_lora, save_adapter
-from tests.ranks.models import Run, full, train_on_parts
+from tests.ranks.models import Run, full, sharded, train_on_parts
 from tests.ranks.pool import on_ranks, run_ranks
 
 LORA = Lora(("up", "down"), rank=3, alpha=6)
@@ -39,9 +39,7 @@ def build(codec="nf4", lora=LORA):
 
 
 def shard(model):
-    for block in model[:2]:
-        fully_shard(block)
-    return fully_shard(model)
+    return sharded(model, model[:2])
 
 
 def save_base(rank, world, folder, codec):
@@ -190,8 +188,7 @@ def test_norm_and_output_share_a_group_and_only_adapters_have_gradients_and_stat
     quantize_(plain, where="layers.*.weight")
     add_lora(plain, Lora(("up", "down", "output"), rank=2, dora=dora))
     model = copy.deepcopy(plain)
-    for part in (model.embedding, *model.layers, [model.norm, model.output], model):
-        fully_shard(part)
+    sharded(model, [model.embedding, *model.layers, [model.norm, model.output]])
     assert stats(model).num_groups == 4
     tokens = torch.arange(6).view(2, 3)
     runs = [(m, torch.optim.AdamW([p for p in m.parameters() if p.requires_grad])) for m in (plain, model)]

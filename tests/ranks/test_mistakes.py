@@ -36,6 +36,7 @@ from shardwright.clients.strategies import _groups_for
 from shardwright.engine.unit import units_in
 from shardwright.errors import InputError, MisuseError
 from shardwright.wrapper import StateDictType
+from tests.ranks.models import warned
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.scripts import run_scripts
 
@@ -112,8 +113,7 @@ def test_a_module_without_a_parameter_anywhere_is_told_of_and_a_root_around_shar
         fully_shard(nn.ReLU())
     with pytest.warns(UserWarning, match=r"Flatten has no parameter.*nothing was sharded"):
         FullyShardedDataParallel(nn.Flatten())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         model = small()
         fully_shard(list(model))
         fully_shard(model)  # a root around sharded modules
@@ -311,11 +311,8 @@ def test_an_optimizer_of_parameters_that_nobody_averages_says_so_once(world, ign
         fully_shard(model, ignored_params=set(model[0].parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.step()
-        optimizer.step()
-    said = [str(each.message) for each in caught if "no fully_shard call has taken" in str(each.message)]
+    told = warned(lambda: optimizer.step() or optimizer.step())
+    said = [each for each in told if "no fully_shard call has taken" in each]
     assert len(said) == (not ignored and world > 1)
     assert all("steps 2 parameters" in each and "[4, 4], [4]" in each for each in said)
 

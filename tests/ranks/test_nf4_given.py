@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional as F
 
 from shardwright import checkpoint, full_state_dict, fully_shard, stream_state_dict
+from tests.ranks.models import Run
 from tests.ranks.pool import on_ranks
 
 nf4 = pytest.importorskip(
@@ -44,15 +45,14 @@ def inner(weight) -> dict[str, torch.Tensor]:
 
 
 def train(model, rank, world, steps=3):
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    run = Run.of(model, lr=0.5)
     x = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(3))
     outputs = []
     for _ in range(steps):
         out = model(x[rank % 2])
         outputs.append(out.detach().clone())
         F.mse_loss(out, torch.ones_like(out)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step()
     return outputs
 
 

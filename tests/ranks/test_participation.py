@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from shardwright.errors import Diverged, InputError, StageError
 from shardwright.schedule import recorded
 from shardwright.schedule.sync import Synchronize, SyncPoint
 from shardwright.wrapper import FSDP, ModuleWrapPolicy
-from tests.ranks.models import Run, full
+from tests.ranks.models import Run, assert_same_grads, both_step, sharded, twins
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.routes import Log, Part, Step, built, inputs, loss_of, train_beside_one_process
 
@@ -93,9 +94,7 @@ PREFETCH = {
 
 def by_fully_shard(**options):
     model = built()
-    for part in model.parts.values():
-        fully_shard(part, **options)
-    fully_shard(model, **options).set_schedule_policy(STRICT)
+    sharded(model, model.parts.values(), **options).set_schedule_policy(STRICT)
     return model
 
 
@@ -157,10 +156,7 @@ def test_groups_inside_of_a_part_that_ranks_skip_are_exact(rank, world):
             model = built()
             model.recomputes = recomputes
             for part in model.parts.values():
-                fully_shard(
-                    part.linear
-                )  # runs where its part does; what is left of that is used by "b+" only
-                fully_shard(part)
+                sharded(part, [part.linear])  # runs where its part does; what is left is used by "b+" only
             fully_shard(model).set_schedule_policy(STRICT)
             train_beside_one_process(model, plan, rank, world, STEPS)
 
@@ -219,19 +215,14 @@ def in_turn(rank, world, step):
 @on_ranks()
 def test_a_root_inside_of_another_ones_forward_is_exact(rank, world, kind, plan):
     ours, theirs = kind(by_fully_shard()), kind(built())
-    torch.manual_seed(3)
-    ours.linear.reset_parameters()
     theirs.linear.load_state_dict(ours.linear.state_dict())
     fully_shard(ours)
     for step in range(STEPS):
         ours(inputs(rank, step), plan(rank, world, step).forwards[0]).square().mean().backward()
         losses = [theirs(inputs(r, step), plan(r, world, step).forwards[0]) for r in range(world)]
         torch.stack([loss.square().mean() for loss in losses]).mean().backward()
-    for sharded, whole in ((ours, theirs), (ours.other[0], theirs.other[0])):
-        for (name, param), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
-            assert (param.grad is None) == (other.grad is None), name
-            if other.grad is not None:
-                torch.testing.assert_close(full(param.grad), other.grad, atol=1e-10, rtol=1e-10)
+    for model, whole in ((ours, theirs), (ours.other[0], theirs.other[0])):
+        assert_same_grads(model, whole, 1e-10)
 
 
 @on_ranks(2)
@@ -261,22 +252,14 @@ class Experts(nn.Module):
 
 @on_ranks(2, 3)
 def test_an_expert_without_tokens_on_some_ranks_is_exact(rank, world):
-    torch.manual_seed(3)
-    reference = Experts().double()
-    model = Experts().double()
-    model.load_state_dict(reference.state_dict())
-    for expert in model.experts:
-        fully_shard(expert)
-    fully_shard(model).set_schedule_policy(STRICT)
+    model, reference = twins(lambda: Experts().double())
+    sharded(model, model.experts).set_schedule_policy(STRICT)
     ours, theirs = Run.of(model), Run.of(reference)
     for step in range(STEPS):
         ours.model(inputs(rank, step)).square().sum().backward()
         sums = [theirs.model(inputs(r, step)).square().sum() for r in range(world)]
         torch.stack(sums).mean().backward()
-        ours.step()
-        theirs.step()
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param), other, atol=1e-12, rtol=1e-12)
+        both_step(ours, theirs, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -288,20 +271,13 @@ def test_an_expert_without_tokens_on_some_ranks_is_exact(rank, world):
 def test_what_some_ranks_accumulated_is_reduced_by_all(rank, world, precision, tolerance):
     model = by_fully_shard(mp_policy=precision)
     reference = built()
-    routes = [[("a", "b"), ("a",)], [("c",), ("a",)]][rank]  # the second time nobody uses b or c
-    for step in range(2):
-        for number in range(2):
-            model.set_requires_gradient_sync(number == 1)
-            loss_of(model, Step((routes[number],)), rank, 10 * step + number).backward()
-    for step in range(2):
-        for number in range(2):
-            for r, route in enumerate([[("a", "b"), ("a",)], [("c",), ("a",)]]):
-                plan = Step((route[number],))
-                (loss_of(reference, plan, r, 10 * step + number) / world).backward()
-    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), name
-        if other.grad is not None:
-            torch.testing.assert_close(full(param.grad), other.grad, atol=tolerance, rtol=tolerance)
+    routes = [[("a", "b"), ("a",)], [("c",), ("a",)]]  # the second time nobody uses b or c
+    for step, number in product(range(2), range(2)):
+        model.set_requires_gradient_sync(number == 1)
+        loss_of(model, Step((routes[rank][number],)), rank, 10 * step + number).backward()
+        for r, route in enumerate(routes):
+            (loss_of(reference, Step((route[number],)), r, 10 * step + number) / world).backward()
+    assert_same_grads(model, reference, tolerance)
 
 
 @on_ranks(2, 3)
@@ -351,9 +327,7 @@ def test_a_forward_goes_on_after_a_backward_inside_of_it(rank, by_hand):
     for r in range(2):
         (reference.parts["a"](inputs(r, 1)).sum() / 2).backward()
         (loss_of(reference, Step((("b", "a"),)), r, 0) / 2).backward()
-    for param, other in zip(model.parts["a"].parameters(), reference.parts["a"].parameters(), strict=True):
-        if other.grad is not None:
-            torch.testing.assert_close(full(param.grad), other.grad)
+    assert_same_grads(model.parts["a"], reference.parts["a"])
 
 
 def diverges(rank, world, how):

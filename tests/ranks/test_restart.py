@@ -113,6 +113,14 @@ def ended(*agents: subprocess.Popen[str]):
                     agent.kill()
 
 
+def output_of(agent: subprocess.Popen[str]) -> str:
+    """What the agent and its workers have printed, once all have ended well."""
+    with ended(agent):
+        out, _ = agent.communicate(timeout=LIMIT_S)
+    assert agent.returncode == 0, out
+    return out
+
+
 @pytest.fixture
 def script(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -122,10 +130,7 @@ def script(tmp_path):
 def test_a_killed_rank_is_started_again_and_the_next_attempt_trains(tmp_path, script):
     # The agent ends the others when it looks, so looking seldom leaves them time to say whom they lost.
     arguments = ("--standalone", "--nproc-per-node=2", "--monitor-interval=5", "--max-restarts=2")
-    agent = torchrun(*arguments, script, str(tmp_path))
-    with ended(agent):
-        out, _ = agent.communicate(timeout=LIMIT_S)
-    assert agent.returncode == 0, out
+    out = output_of(torchrun(*arguments, script, str(tmp_path)))
     for rank in range(2):
         assert f"trained {rank} of 2, attempt 1, a restart: True" in out, out
     assert out.count("rank 1 is lost") >= 1, out  # the first attempt named whom it lost
@@ -134,10 +139,7 @@ def test_a_killed_rank_is_started_again_and_the_next_attempt_trains(tmp_path, sc
 @pytest.mark.slow
 def test_also_where_the_script_makes_the_process_group(tmp_path, script):
     arguments = ("--standalone", "--nproc-per-node=2", "--max-restarts=2", script, str(tmp_path), "own")
-    agent = torchrun(*arguments)
-    with ended(agent):
-        out, _ = agent.communicate(timeout=LIMIT_S)
-    assert agent.returncode == 0, out
+    out = output_of(torchrun(*arguments))
     assert out.count("attempt 1, a restart: True") == 2, out
 
 
@@ -152,10 +154,7 @@ def test_the_readmes_scripts_go_on_after_a_rank_is_killed(change, seed, tmp_path
     loop = lines.index("for step in range(start, steps):")
     lines[loop + 1 : loop + 1] = KILL.format(rank=rank, step=step, later_s=later_s).splitlines()
     (tmp_path / "train.py").write_text("\n".join(lines))
-    agent = torchrun("--nproc-per-node", "2", "--max-restarts", "3", "train.py", cwd=tmp_path)
-    with ended(agent):
-        out, _ = agent.communicate(timeout=LIMIT_S)
-    assert agent.returncode == 0, out
+    out = output_of(torchrun("--nproc-per-node", "2", "--max-restarts", "3", "train.py", cwd=tmp_path))
     assert (tmp_path / "killed").exists()
     assert out.count("step 9: loss") == 1, out
 
@@ -175,18 +174,8 @@ def test_shardwright_train_goes_on_after_a_killed_rank(tmp_path):
         "[heldout]\nevery = 20\nnum_windows = 5\n[checkpoint]\nevery = 15\n[sample]\nnum_bytes = 20",
     ]
     (tmp_path / "tiny.toml").write_text("\n".join(recipe))
-    command = ("-m", "shardwright", "train", "tiny.toml", "--run.folder", "run")
-    agent = torchrun(
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=2",
-        *command,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
-    )
-    with ended(agent):
-        out, _ = agent.communicate(timeout=LIMIT_S)
-    assert agent.returncode == 0, out
+    words = "--standalone --nproc-per-node=2 --max-restarts=2 -m shardwright train tiny.toml --run.folder run"
+    out = output_of(torchrun(*words.split(), cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}))
     assert (tmp_path / "killed").exists()
     assert "rank 1 is lost" in out, out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 40

@@ -13,7 +13,7 @@ from shardwright import MixedPrecisionPolicy, SchedulePolicy, explain, fully_sha
 from shardwright.engine.unit import unit_of
 from shardwright.policy import Agreement
 from shardwright.schedule.check import check
-from tests.ranks.models import Run
+from tests.ranks.models import Run, sharded, train_by
 from tests.ranks.pool import on_ranks, run_ranks
 
 VOCAB, WIDTH = 211, 6
@@ -46,9 +46,7 @@ def tokens_of(step, rank, num=5):
 
 
 def shard(model, policy, mesh=None, **options):
-    fully_shard(model.embedding, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    model.set_schedule_policy(policy)
+    sharded(model, [model.embedding], mesh=mesh, **options).set_schedule_policy(policy)
     return model
 
 
@@ -58,13 +56,7 @@ def bits(model):
 
 def train(model, run, rank, steps=5):
     """Losses of a few steps."""
-    losses = []
-    for step in range(steps):
-        loss = model(tokens_of(step, rank)).square().sum()
-        loss.backward()
-        run.step()
-        losses.append(loss.item())
-    return losses
+    return train_by(run, (model(tokens_of(step, rank)).square().sum() for step in range(steps)))
 
 
 def trained(rank, world, policy, transport="auto", shape=None, options=None):
@@ -175,17 +167,11 @@ class Choosing(nn.Module):
 def skipped(rank, world, row_wise):
     """Losses and shards where some ranks skip a lookup in some steps, and all have agreed to help them."""
     model = Choosing()
-    for module in (model.words, model.codes, model):
-        fully_shard(module)
+    sharded(model, [model.words, model.codes])
     model.set_schedule_policy(replace(DENSE, row_wise=row_wise, agreement=Agreement.STRICT))
-    run, losses = Run.of(model), []
-    for step in range(6):
-        words = (False, True, rank == 0, rank != 0, False, rank == 0)[step]
-        loss = model(tokens_of(step, rank), words).square().sum()
-        loss.backward()
-        run.step()
-        losses.append(loss.item())
-    return losses, bits(model)
+    words = (False, True, rank == 0, rank != 0, False, rank == 0)
+    losses = (model(tokens_of(step, rank), which).square().sum() for step, which in enumerate(words))
+    return train_by(Run.of(model), losses), bits(model)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -19,7 +19,7 @@ from shardwright import (
 )
 from shardwright.engine.unit import unit_of
 from shardwright.errors import InputError
-from tests.ranks.models import NEEDS_ORDER, Run, batches, build, full, loss_of, shard_decoder
+from tests.ranks.models import NEEDS_ORDER, Run, batches, build, full, loss_of, shard_decoder, sharded
 from tests.ranks.pool import on_ranks
 
 pytestmark = NEEDS_ORDER
@@ -98,10 +98,7 @@ def test_microbatches_that_do_not_reduce_are_gathered_from_the_shares_of_the_fir
 def test_a_step_gathers_between_nodes_once_and_each_rank_holds_its_share_of_everything(world):
     set_transport("sockets")  # shared memory sends nothing
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    mesh = mesh_of(world)
-    for layer in model:
-        fully_shard(layer, mesh=mesh, shard_over_all=True, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, shard_over_all=True)
+    sharded(model, mesh=mesh_of(world), shard_over_all=True, reshard_after_forward=True)
     nbytes = 2 * 64 * 64 * 4
     assert sum(param.to_local().nbytes for param in model.parameters()) == nbytes // 4
     node, between, _ = unit_of(model[0]).group.axis.hops

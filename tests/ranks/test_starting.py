@@ -13,7 +13,7 @@ from shardwright.transport import mesh, process, streams
 from shardwright.transport.channel import AxisChannel, compare
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.process_group import ProcessGroupComm
-from tests.ranks.models import fresh_mesh
+from tests.ranks.models import fresh_mesh, sharded
 from tests.ranks.pool import as_torchrun, free_port, on_ranks, run_ranks
 
 LEFT_OUT = "left out"
@@ -28,9 +28,7 @@ def started(rank: int, world: int, form: str | None, port: int) -> tuple[str, di
         dist.init_process_group(form, timeout=timedelta(seconds=30))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+    sharded(model)
     model(torch.full((1, 4), rank + 1.0)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     assert dist.get_world_size() == world

@@ -7,7 +7,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from shardwright import fully_shard, stats
 from shardwright.errors import StageError
-from tests.ranks.models import assert_same_grads, full
+from tests.ranks.models import assert_same_grads, full, sharded
 from tests.ranks.pool import on_ranks
 
 WIDTH = 7
@@ -17,13 +17,6 @@ def network() -> nn.Sequential:
     torch.manual_seed(7)
     block = [nn.Sequential(nn.Linear(WIDTH, 11), nn.Tanh(), nn.Linear(11, WIDTH)) for _ in range(3)]
     return nn.Sequential(*block)
-
-
-def sharded() -> nn.Sequential:
-    model = network()
-    for block in model:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 def rows(step: int, world: int) -> torch.Tensor:
@@ -62,13 +55,12 @@ def test_gradients_of_shards_that_the_graph_lacks_are_refused(rank, world, ask, 
     loss.backward(inputs=[own], retain_graph=True)
     loss.backward()
     reference(inputs.flatten(0, 1)).square().mean().backward()
-    for param, whole in zip(params, reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), whole.grad)
+    assert_same_grads(model, reference)
 
 
 @on_ranks(2)
 def test_a_hessian_with_respect_to_the_inputs_equals_one_process():
-    model, reference = sharded(), network()
+    model, reference = sharded(network()), network()
     inputs = rows(0, 1)[0, 0]
     ours, theirs = (
         torch.autograd.functional.hessian(lambda x, m=m: m(x).pow(2).sum(), inputs)
@@ -83,7 +75,7 @@ def test_a_hessian_with_respect_to_the_inputs_equals_one_process():
 
 @on_ranks(1, 2, 3)
 def test_a_backward_that_failed_may_be_tried_again_on_its_graph(rank, world):
-    model, reference = sharded(), network()
+    model, reference = sharded(network()), network()
     fails = [True]
 
     def fail(gradient):
@@ -108,7 +100,7 @@ def test_a_backward_that_failed_may_be_tried_again_on_its_graph(rank, world):
 
 @on_ranks(2)
 def test_transforms_of_torch_func_over_the_inputs_equal_one_process():
-    model, reference = sharded(), network()
+    model, reference = sharded(network()), network()
     inputs, tangents = rows(0, 1)[0], rows(1, 1)[0]
 
     def each(call):

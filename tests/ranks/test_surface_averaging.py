@@ -16,7 +16,7 @@ from shardwright import (
     set_transport,
 )
 from shardwright.errors import InputError
-from tests.ranks.models import VOCAB, Run, assert_same, build, full, loss_of, shard_decoder
+from tests.ranks.models import VOCAB, Run, both_step, build, full, loss_of, shard_decoder
 from tests.ranks.pool import on_ranks
 
 
@@ -55,9 +55,7 @@ def test_losses_weighted_by_their_targets_equal_one_process_over_uneven_batches(
         batches = [batch for own in everywhere for batch in own]
         total = sum((targets != -100).sum() for _, targets in batches)
         (sum(loss(reference, *batch, reduction="sum") for batch in batches) / total).backward()
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+        both_step(ours, theirs)
     assert "each loss weighted by its share of the step" in str(explain(model))
 
 

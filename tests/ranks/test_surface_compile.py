@@ -6,17 +6,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from shardwright import fully_shard
-from tests.ranks.models import Block, equal_steps
+from tests.ranks.models import Block, equal_steps, twins
 from tests.ranks.pool import on_ranks
 
 
 def compiled_blocks(rank, world, when, fullgraph):
     torch._dynamo.reset()
     counters.clear()
-    torch.manual_seed(5)
-    model = nn.Sequential(Block(), Block())
-    torch.manual_seed(5)
-    reference = nn.Sequential(Block(), Block())
+    model, reference = twins(lambda: nn.Sequential(Block(), Block()))
     for block in model:
         if when == "before":
             block.compile(backend="aot_eager", fullgraph=fullgraph)

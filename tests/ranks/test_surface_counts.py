@@ -16,7 +16,7 @@ from shardwright import MixedPrecisionPolicy, SchedulePolicy, checkpoint, fully_
 from shardwright.errors import StageError
 from shardwright.params.binding import Buffer
 from shardwright.params.smaller_world import SmallerWorld
-from tests.ranks.models import Run, batches, build, loss_of, shard_decoder
+from tests.ranks.models import Run, batches, build, loss_of, shard_decoder, sharded
 from tests.ranks.pool import on_ranks
 from tests.ranks.routes import built, inputs
 
@@ -29,10 +29,7 @@ NBYTES = 3 * WIDTH * WIDTH * 4  # of all blocks' weights
 
 def blocks(**options) -> nn.Sequential:
     """Three groups and a root that owns nothing."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
-    for block in model:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return sharded(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))), **options)
 
 
 def counted(model: nn.Module, step: Callable[[], None]) -> tuple[int, int, int, int]:
@@ -352,9 +349,7 @@ def test_bytes_are_counted_as_they_are_held_where_shards_lie_over_a_smaller_worl
 def test_bytes_over_a_smaller_world_are_counted_where_ranks_use_different_groups(rank):
     held = Held()
     model = built()
-    for part in model.parts.values():
-        fully_shard(part, reshard_after_forward=2)
-    fully_shard(model, reshard_after_forward=2)
+    sharded(model, model.parts.values(), reshard_after_forward=2)
     for step in range(6):
         route = ("ab", "bc", "ca", "", "b", "abc")[(step + rank) % 6]
         loss = model(inputs(rank, step), route).square().mean()

@@ -1,5 +1,7 @@
 """Where parameters may lie: any dim, any memory format, several meshes, copies, neighbours, the host."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -24,12 +26,15 @@ from tests.ranks.models import (
     Run,
     assert_same,
     batches,
+    both_step,
     build,
     equal_steps,
     full,
     loss_of,
     shard_decoder,
+    sharded,
     train_beside,
+    twins,
 )
 from tests.ranks.pool import on_ranks
 
@@ -89,22 +94,15 @@ def test_hybrid_sharding_sends_the_optimal_bytes_and_each_reduction_can_be_left_
         sent.append(stats(model).sent_nbytes - before)
     gather, scatter, spread = nbytes // 2, nbytes // 2, nbytes // 2
     # Two all-gathers each time; the all-reduce of a half moves 2 x (1/2) of it.
-    assert sent == [
-        2 * gather + scatter + spread,
-        2 * gather + scatter,
-        2 * gather,
-        2 * gather + scatter + spread,
-    ]
+    reduced = (scatter + spread, scatter, 0, scatter + spread)
+    assert sent == [2 * gather + each for each in reduced]
 
 
 @on_ranks(4)
 def test_the_gather_half_of_an_all_reduce_goes_out_with_the_next_groups_reduction():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
+    sharded(model, mesh=mesh).set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
     for _ in range(3):
         before = unit_of(model[0]).group.axis.replicate.log.launched
         model(torch.ones(2, 8)).sum().backward()
@@ -179,10 +177,7 @@ class Experts(nn.Module):
 @on_ranks(4)
 def test_one_module_on_several_meshes_trains_exactly_and_clips_by_the_norm_of_one_process(rank, world):
     whole, small = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
-    torch.manual_seed(0)
-    model = nn.Sequential(Experts(), Experts())
-    torch.manual_seed(0)
-    reference = nn.Sequential(Experts(), Experts())
+    model, reference = twins(lambda: nn.Sequential(Experts(), Experts()))
     for block in model:
         experts = set(block.expert.parameters())
 
@@ -202,33 +197,22 @@ def test_one_module_on_several_meshes_trains_exactly_and_clips_by_the_norm_of_on
         norm = clip_grad_norm_(model.parameters(), 0.05, norm_type=kind)
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type=kind)
         assert abs(norm - expected) <= 1e-6 * max(1, expected)
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+        both_step(ours, theirs)
 
 
-class Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
+def feed():
+    return nn.Sequential(OrderedDict(up=nn.Linear(6, 8), relu=nn.ReLU(), down=nn.Linear(8, 6)))
 
 
 def build_feed(seed):
     torch.manual_seed(seed)
-    return nn.Sequential(Feed(), Feed())
+    return nn.Sequential(feed(), feed())
 
 
 @on_ranks(4)
 def test_sharding_composes_with_tensor_parallelism(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model = nn.Sequential(Feed(), Feed())
-    torch.manual_seed(0)
-    reference = nn.Sequential(Feed(), Feed())
+    model, reference = build_feed(0), build_feed(0)
     for block in model:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
@@ -252,10 +236,7 @@ def test_sharding_composes_with_tensor_parallelism(rank):
 @on_ranks(4)
 def test_named_axes_of_a_larger_mesh_are_data_parallel(rank, world, dims):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    torch.manual_seed(0)
-    reference = nn.Linear(6, 5)
-    torch.manual_seed(0)
-    model = nn.Linear(6, 5)
+    model, reference = twins(lambda: nn.Linear(6, 5))
     for name, param in list(model.named_parameters()):
         spread = distribute_tensor(param.detach(), mesh, [Replicate(), Replicate()])
         setattr(model, name, nn.Parameter(spread))
@@ -266,6 +247,4 @@ def test_named_axes_of_a_larger_mesh_are_data_parallel(rank, world, dims):
         local = DTensor.from_local(x[rank], mesh, [Replicate(), Replicate()], run_check=False)
         model(local).to_local().square().mean().backward()
         torch.stack([reference(rows).square().mean() for rows in x]).mean().backward()
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+        both_step(ours, theirs)

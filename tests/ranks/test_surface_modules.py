@@ -37,16 +37,11 @@ from tests.ranks.models import (
     loss_of,
     shard_decoder,
     train_beside,
+    twins,
     waits,
+    warned,
 )
 from tests.ranks.pool import on_ranks, run_ranks
-
-
-def twins(make):
-    torch.manual_seed(5)
-    model = make()
-    torch.manual_seed(5)
-    return model, make()
 
 
 @on_ranks(1, 2, 3)
@@ -268,9 +263,7 @@ def test_ignored_parameters_are_left_as_they_are(rank, world):
     model, reference = build(), build()
     out = {model.head.weight, model.blocks[0].up.bias}
     kept = [p.data_ptr() for p in out]
-    for block in model.blocks:
-        fully_shard(block, ignored_params=out)
-    fully_shard(model, ignored_params=out)
+    shard_decoder(model, fully_shard, ignored_params=out)
     assert not any(isinstance(p, DTensor) for p in out)
     assert [p.data_ptr() for p in out] == kept
     tokens = batches(0, world)
@@ -334,17 +327,13 @@ def rootless(rank, world):
 
     ours, theirs = Run.of(model), Run.of(reference)
     ours.optimizer.register_step_pre_hook(reduced)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train_beside(ours, theirs, rank, world)
-    said = [str(each.message) for each in caught if "two separate models" in str(each.message)]
-    assert len(said) == 1
-    assert "Call fully_shard on the module that holds them" in said[0]
+    told = warned(lambda: train_beside(ours, theirs, rank, world))
+    (said,) = (each for each in told if "two separate models" in each)
+    assert "Call fully_shard on the module that holds them" in said
 
 
 def rooted(rank, world):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         train_beside(Run.of(shard_decoder(build(), fully_shard)), Run.of(build()), rank, world)
         teacher, student = (shard_decoder(build(seed=seed), fully_shard) for seed in (1, 2))
         tokens = batches(0, world)[rank]

@@ -31,14 +31,16 @@ from shardwright.torch_private import all_gather_of, reduce_scatter_of
 from tests.ranks.models import (
     Block,
     Run,
-    assert_same,
     assert_same_grads,
     batches,
     both_backward,
+    both_step,
     build,
     loss_of,
     shard_decoder,
+    sharded,
     train_beside,
+    twins,
 )
 from tests.ranks.pool import on_ranks
 
@@ -140,9 +142,7 @@ def test_parameters_kept_through_accumulation_are_not_gathered_again(rank, world
             assert (stats(model).unsharded_nbytes == 0) == last
             sent.append(stats(model).sent_nbytes - before)
         assert sent[1] == 0 < sent[0]  # the second microbatch gathers and reduces nothing
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+        both_step(ours, theirs)
 
 
 @on_ranks(3)
@@ -185,12 +185,8 @@ class Router(nn.Module):
 
 @on_ranks(2)
 def test_ranks_may_use_different_parameters_when_unused_ones_are_reduced(rank, world):
-    torch.manual_seed(5)
-    model = Router()
-    torch.manual_seed(5)
-    reference = Router()
-    fully_shard(model.routed)
-    fully_shard(model)
+    model, reference = twins(Router)
+    sharded(model, [model.routed])
     model.set_reduce_scatter_unused_params(True)
     x = torch.randn(world, 5, 13, generator=torch.Generator().manual_seed(0))
     for _ in range(2):

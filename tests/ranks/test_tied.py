@@ -5,21 +5,16 @@ from torch import nn
 
 from shardwright import fully_shard
 from shardwright.wrapper import FSDP, ModuleWrapPolicy
-from tests.ranks.models import assert_same, batches, build, full, loss_of
+from tests.ranks.models import assert_same, batches, build, full, loss_of, sharded
 from tests.ranks.pool import on_ranks
 
 
 def embedding_alone(model):
-    fully_shard(model.embedding)
-    return fully_shard(model)
+    return sharded(model, [model.embedding])
 
 
 def both_alone(model):
-    fully_shard(model.head)
-    fully_shard(model.embedding)
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    return sharded(model, [model.head, model.embedding, *model.blocks])
 
 
 def without_a_root(model):

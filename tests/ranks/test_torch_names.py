@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 import shardwright
 from shardwright.engine.building.build import GroupOptions
 from shardwright.errors import InputError
-from tests.ranks.models import full
+from tests.ranks.models import assert_same_grads, full
 from tests.ranks.pool import on_ranks, run_ranks
 
 TORCH = Path(torch.__file__).parent
@@ -159,8 +159,7 @@ def test_a_pipeline_of_sharded_stages_trains_as_one_process(make, after):
         schedule.step(*args, target=torch.ones(4, 8) if count - 1 in numbers else None)
         loss_fn(whole(batch), torch.ones(8, 8)).backward()
         for n, part in zip(numbers, parts, strict=True):
-            for p, q in zip(part.parameters(), whole[n].parameters(), strict=True):
-                assert torch.allclose(full(p.grad), q.grad, atol=1e-6), (step, n)
+            assert_same_grads(part, whole[n])
         for optimizer in (*ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -171,8 +170,7 @@ def test_a_pipeline_of_sharded_stages_trains_as_one_process(make, after):
 
 def installed(rank, world):
     theirs = {name: getattr(fsdp, name) for name in fsdp.__all__}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         shardwright.install()
         shardwright.install()
     ours = {name: getattr(fsdp, name) for name in fsdp.__all__}

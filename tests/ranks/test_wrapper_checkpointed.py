@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from shardwright import fully_shard
 from shardwright.wrapper import FSDP, ModuleWrapPolicy, OptimStateKeyType, StateDictType, TrainingState
-from tests.ranks.models import Block, batches, build, loss_of, shard_decoder
+from tests.ranks.models import Block, Run, batches, build, loss_of, shard_decoder, train_by
 from tests.ranks.pool import on_ranks
 from tests.ranks.wrapped import same_state
 
@@ -33,11 +33,9 @@ WAYS = {
 
 
 def stepped(model, tokens):
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loss_of(model, tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
+    run = Run.of(model, torch.optim.Adam, lr=0.01)
+    train_by(run, [loss_of(model, tokens)])
+    return run.optimizer
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])

@@ -32,7 +32,7 @@ from shardwright.wrapper import (
     ShardingStrategy,
     TrainingState,
 )
-from tests.ranks.models import Decoder, Run, batches, build, loss_of, train_beside
+from tests.ranks.models import Decoder, Run, assert_same_grads, batches, build, loss_of, train_beside
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.wrapped import (
     OwnExpert,
@@ -341,8 +341,7 @@ def test_groups_that_run_in_another_order_than_wrapped_are_gathered_once_and_exa
             if step in (1, 2):  # ahead is what was recorded, not what was wrapped: P1 P5 P9
                 assert gathered_in_backward(runtime) == expected_in_backward(prefetch, order, bucket_cap_mb)
             (sum(loss_of(theirs, rows) for rows in tokens) / world).backward()
-        for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(param.grad.full_tensor(), other.grad, atol=1e-6, rtol=1e-5)
+        assert_same_grads(ours, theirs)
 
 
 @on_ranks(2)

@@ -26,7 +26,7 @@ from shardwright.wrapper import (
     OptimStateKeyType,
     StateDictType,
 )
-from tests.ranks.models import Block, batches, build, full, loss_of
+from tests.ranks.models import Block, Run, batches, build, full, loss_of, train_by
 from tests.ranks.pool import on_ranks
 
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["original", "flat"])
@@ -45,10 +45,8 @@ def by_layer(model: nn.Module, flat: bool) -> FSDP:
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> torch.optim.Optimizer:
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(2):
-        model(torch.randn(3, 4, generator=generator)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = (model(torch.randn(3, 4, generator=generator)).square().sum() for _ in range(2))
+    train_by(Run(model, optimizer), losses)
     return optimizer
 
 
@@ -368,9 +366,7 @@ def test_torchs_functions_take_a_wrapped_model_with_every_option(rank, world, fl
         return model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
     model, optimizer = make(7)
-    loss_of(model, batches(0, world)[rank]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_by(Run(model, optimizer), [loss_of(model, batches(0, world)[rank])])
     whole = torchs.get_model_state_dict(model, options=OPTIONS[1])
     expected = torchs.get_optimizer_state_dict(model, optimizer, options=OPTIONS[1])
     assert whole.keys() == build().state_dict().keys()

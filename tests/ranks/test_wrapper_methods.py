@@ -11,7 +11,7 @@ from shardwright import SchedulePolicy
 from shardwright.errors import CommError
 from shardwright.wrapper import FSDP
 from tests.ranks import quantised
-from tests.ranks.models import batches, full, loss_of
+from tests.ranks.models import Run, assert_same_grads, batches, both_step, loss_of
 from tests.ranks.pool import on_ranks, run_ranks
 from tests.ranks.test_wrapper_harness import AnyOrder
 from tests.ranks.wrapped import nested
@@ -138,7 +138,7 @@ def test_ranks_in_other_orders_are_exact_from_the_first_iteration_on_evaluations
     torch.manual_seed(7)
     reference = AnyOrder()
     model.module.order = ORDERS[rank]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference)]
+    ours, theirs = Run.of(model), Run.of(reference)
     for step in range(4):
         tokens = batches(step, world)
         with torch.no_grad():
@@ -151,11 +151,8 @@ def test_ranks_in_other_orders_are_exact_from_the_first_iteration_on_evaluations
             if order == ORDERS[rank]:
                 torch.testing.assert_close(seen, reference(rows).detach(), atol=1e-5, rtol=1e-5)
         torch.stack(losses).mean().backward()
-        for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(param.grad), other.grad, atol=1e-5, rtol=1e-5, msg=name)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        assert_same_grads(model, reference, 1e-5)
+        both_step(ours, theirs, 1e-5)
 
 
 def refused_orders(rank, world, evaluates):

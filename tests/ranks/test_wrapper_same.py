@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright.wrapper as ours
-from tests.ranks.models import Block, batches, build, full, loss_of
+from tests.ranks.models import Block, Run, batches, build, full, loss_of, train_by
 from tests.ranks.pool import on_ranks
 
 TORCH = SimpleNamespace(**{**vars(their_policies), **vars(theirs), "FSDP": theirs.FullyShardedDataParallel})
@@ -71,14 +71,8 @@ def momentum(model: Any) -> torch.optim.Optimizer:
 
 
 def trained(lib: Any, model: Any, rank: int, world: int, steps: int = 2) -> Any:
-    optimizer = momentum(model)
-    losses = []
-    for step in range(steps):
-        losses.append(loss_of(model, batches(step, world)[rank]))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [loss.detach() for loss in losses], whole(lib, model)
+    losses = (loss_of(model, batches(step, world)[rank]) for step in range(steps))
+    return torch.tensor(train_by(Run(model, momentum(model)), losses)), whole(lib, model)
 
 
 # ---- the constructor
@@ -328,9 +322,7 @@ def _(lib, rank, world):
 def stepped(lib: Any, rank: int, world: int, seed: int = 7, **options: Any) -> Any:
     model = wrapped(lib, built(seed), **options)
     optimizer = momentum(model)
-    loss_of(model, batches(0, world)[rank]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_by(Run(model, optimizer), [loss_of(model, batches(0, world)[rank])])
     return model, optimizer
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import CPUOffloadPolicy, OptimizerOffloadPolicy, SchedulePolicy, fully_shard
 from shardwright.errors import InputError, StageError
-from tests.ranks.models import NEEDS_ORDER, full
+from tests.ranks.models import NEEDS_ORDER, assert_same_grads, full, sharded
 from tests.ranks.pool import on_ranks, run_ranks
 
 CHANGED = "modified by an inplace operation"
@@ -37,11 +37,7 @@ def model_of(reshard, escapes=None, kind="nothing"):
     blocks = nn.Sequential(*(Block(escapes if number == 1 else None) for number in range(5)))
     KINDS[kind](blocks)
     if reshard is not WHOLE:
-        for block in blocks:
-            fully_shard(block, reshard_after_forward=reshard)
-        fully_shard(blocks, reshard_after_forward=reshard).set_schedule_policy(
-            SchedulePolicy(bucket_cap_mb=0)
-        )
+        sharded(blocks, reshard_after_forward=reshard).set_schedule_policy(SchedulePolicy(bucket_cap_mb=0))
     return blocks
 
 
@@ -64,8 +60,7 @@ def escaping(rank, world, reshard):
             except RuntimeError as error:
                 assert model is ours and step >= 2 and CHANGED in str(error), error
                 return "refused"
-        for (name, mine), other in zip(ours.named_parameters(), whole.parameters(), strict=True):
-            assert torch.allclose(full(mine.grad), other.grad, atol=1e-6), (step, name)
+        assert_same_grads(ours, whole)
     return "exact"
 
 
@@ -182,10 +177,7 @@ def test_a_backward_after_a_change_of_weights_raises_where_one_process_does(rank
             except RuntimeError as error:
                 outcomes.append("raises" if CHANGED in str(error) else str(error))
         if outcomes == ["exact"] * 2:
-            for mine, other in zip(ours.parameters(), whole.parameters(), strict=True):
-                assert (mine.grad is None) == (other.grad is None)
-                if other.grad is not None:
-                    assert torch.allclose(full(mine.grad), other.grad, atol=1e-6), (name, rank)
+            assert_same_grads(ours, whole)
         found[name] = outcomes
     assert {name: ours for name, (ours, _) in found.items()} == {
         name: whole for name, (_, whole) in found.items()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.wrapper import FSDP, TrainingState, always_wrap_policy
-from tests.ranks.models import batches, build, full, loss_of
+from tests.ranks.models import Run, batches, build, full, loss_of, train_by
 
 
 class Transformer(nn.Module):
@@ -128,12 +128,9 @@ def beside_ddp(
 
 def stepped(rank, world, seed=7, **options):
     """A wrapped model after one step of Adam, and its optimizer."""
-    model = nested(build(seed), **options)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loss_of(model, batches(0, world)[rank]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
+    run = Run.of(nested(build(seed), **options), torch.optim.Adam, lr=0.01)
+    train_by(run, [loss_of(run.model, batches(0, world)[rank])])
+    return run.model, run.optimizer
 
 
 def same_state(one, other):
