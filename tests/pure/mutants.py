@@ -96,12 +96,6 @@ HELD = (
         ("fresh", "in_every_process", "larger_jobs", "every_way", "goes_dark"),
     ),
     Held(
-        ("transport/attempt.py",),
-        STEPS,
-        ("test_welcome.py", "../storm/test_scale.py", "../storm/test_nights.py"),
-        ("fresh", "in_every_process", "another_attempt", "arrives_once_more", "random_faults", "96"),
-    ),
-    Held(
         ("checkpoint/folder.py", "checkpoint/writer.py"),
         STEPS,
         (
