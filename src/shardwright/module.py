@@ -66,8 +66,8 @@ class FSDPModule(GradientSetters, ScheduleSetters, RefusingFSDPModule):
         """As of ``nn.Module``; after a backward that raised these are the shards again. Local.
 
         Args:
-            args: as of ``nn.Module.named_parameters``.
-            kwargs: as of ``nn.Module.named_parameters``.
+            *args: as of ``nn.Module``.
+            **kwargs: as of ``nn.Module``.
 
         Returns:
             An iterator of names and parameters.

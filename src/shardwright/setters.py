@@ -273,9 +273,7 @@ class ScheduleSetters(Owner):
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Prefetch the groups of these modules, in order, when this module's forward begins, instead of the
-        next ones.
-
-        Every rank must call it, with the same arguments; it communicates nothing.
+        next ones. Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             modules: sharded modules of the same model; an empty list restores the recorded order.
@@ -287,9 +285,7 @@ class ScheduleSetters(Owner):
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Prefetch the groups of these modules, in order, when this module's backward begins, instead of the
-        next ones.
-
-        Every rank must call it, with the same arguments; it communicates nothing.
+        next ones. Every rank must call it, with the same arguments; it communicates nothing.
 
         Args:
             modules: sharded modules of the same model; an empty list restores the recorded order.
@@ -333,9 +329,7 @@ class ScheduleSetters(Owner):
         runtime.set_policy(replace(runtime.policy, max_reductions=max_input_buffers))
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the next forward's all-gathers wait for an event, once.
-
-        Local; any rank may call it.
+        """Have the next forward's all-gathers wait for an event, once. Local; any rank may call it.
 
         Args:
             event: a ``torch.Event`` that was recorded after the optimizer's step.
@@ -344,9 +338,7 @@ class ScheduleSetters(Owner):
         runtime.step = replace(runtime.step, optimizer_event=event)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Use your own collective for this module's all-gathers.
-
-        Every rank must call it, with the same arguments; it communicates nothing.
+        """Use your own all-gathers for this module. Every rank must call it; it communicates nothing.
 
         Args:
             comm: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
@@ -358,9 +350,7 @@ class ScheduleSetters(Owner):
         self._set_custom("set_custom_all_gather", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Use your own collective for this module's reduce-scatters.
-
-        Every rank must call it, with the same arguments; it communicates nothing.
+        """Use your own reduce-scatters for this module. Every rank must call it; it communicates nothing.
 
         Args:
             comm: as for ``set_custom_all_gather``; its call also takes ``op``, which is always a sum;
@@ -372,12 +362,18 @@ class ScheduleSetters(Owner):
         self._set_custom("set_custom_reduce_scatter", reduce_scatter=comm)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepted without effect: CPU ranks have such groups, an accelerator has one communicator for all.
+        """Whether reduce-scatters have a process group of their own, beside all-gathers. On CPUs they have.
+
+        Every rank must call it, with the same arguments, between steps. On an accelerator it makes one more
+        communicator for each mesh of these modules, which all that is sharded over it uses.
 
         Args:
-            enable: without effect.
-            recurse: without effect.
+            enable: False goes back to the group of the all-gathers.
+            recurse: also for nested sharded modules.
         """
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                group.axis.comm.separate_reductions(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted without effect: collectives read and write the buffers where the data is used, so there is

@@ -305,7 +305,12 @@ class Job:
         gathers = Communicator(device, ranks, (name, "gather"))
         reductions = gathers if self._is_shared else Communicator(device, ranks, (name, "reduce"))
         log = LaunchLog(ranks, device_type)
-        return _Comm(gathers, reductions, log, streams, _Words(log, self._exchange))  # type: ignore[arg-type]
+
+        def make(_: LaunchLog) -> Any:
+            return Communicator(device, ranks, (name, "asked"))
+
+        words = _Words(log, self._exchange)
+        return _Comm(gathers, reductions, log, streams, words, make)  # type: ignore[arg-type]
 
     def _exchange(self, ranks: Sequence[int], words: Sequence[int]) -> list[list[int]]:
         """Hosts' words, for which no device is waited for."""

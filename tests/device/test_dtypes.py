@@ -1,4 +1,5 @@
-"""Dtypes that NCCL lacks are gathered as bytes, in one call with all others, and summed as pairs of reals."""
+"""What NCCL is given: dtypes that it lacks as bytes, in one call with all others, and as pairs of reals to be
+summed; reductions on a communicator of their own where that was asked."""
 
 import torch
 
@@ -32,7 +33,8 @@ def on_two_ranks(run):
         device = world.devices[rank]
         streams = Streams(lambda: Stream(device), lambda: device.current[-1])
         group = Counted(device, [0, 1], "all")
-        comm = ProcessGroupComm(group, group, LaunchLog([0, 1]), streams)
+        log = LaunchLog([0, 1])
+        comm = ProcessGroupComm(group, group, log, streams, None, lambda _: Counted(device, [0, 1], "own"))
         with resizing(world), Kernels(device):
             found = run(comm, group, rank)
             device.synchronize()
@@ -71,3 +73,19 @@ def test_complex_gradients_are_summed():
     for first, second, twice in on_two_ranks(reduce):
         assert first.tolist() == second.tolist() == [6, -3] * 4
         assert twice.tolist() == [12, -6] * 4
+
+
+def test_reductions_have_a_communicator_of_their_own_where_that_is_asked():
+    def both(comm, group, rank):
+        summed = []
+        for asked in (True, True, False):
+            comm.separate_reductions(asked)
+            flat = torch.ones(8)
+            gather = comm.all_gather([Segment(flat, equal_spans(4, 2))], "gather")
+            summed += comm.reduce_scatter([Segment(flat, equal_spans(4, 2))], [torch.float32], "sum").wait()
+            gather.wait()
+        assert (group.num, comm.log.operations) == (4, 4)  # three gathers, and a sum
+        return summed
+
+    for found in on_two_ranks(both):
+        assert [total.tolist() for total in found] == [[2.0] * 4] * 3

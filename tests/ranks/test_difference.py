@@ -11,14 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from shardwright import (
-    MixedPrecisionPolicy,
-    SchedulePolicy,
-    explain,
-    fully_shard,
-    set_transport,
-    stats,
-)
+from shardwright import MixedPrecisionPolicy, SchedulePolicy, explain, fully_shard, set_transport, stats
 from shardwright.checkpoint import load, save
 from shardwright.engine.groups import table
 from shardwright.engine.unit import unit_of

@@ -40,6 +40,29 @@ def test_a_hybrid_over_two_process_groups_trains_as_ddp(rank, world):
     beside_ddp(build, model, rank, world, steps=2)
 
 
+@pytest.mark.parametrize("way", ["None", "zero_grad"])
+@on_ranks(2)
+def test_what_waits_is_cleared_over_parameters_after_a_backward_that_raised(way, rank, world):
+    model, reference = nested(build()), build()
+    tokens = batches(0, world)[rank]
+    with model.no_sync():
+        loss_of(model, tokens).backward()
+        handle = model.blocks[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, tokens).backward()
+        handle.remove()
+    if way == "zero_grad":
+        model.zero_grad()
+    for param in model.parameters() if way == "None" else ():
+        param.grad = None
+    loss_of(model, tokens).backward()
+    for each in batches(0, world):
+        (loss_of(reference, each) / world).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(mine.grad, other.grad, atol=1e-6)
+
+
 class Moved(SimpleNamespace):
     """What is looked at of a shard on another device. A class of its own has weak references."""
 

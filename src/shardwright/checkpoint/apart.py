@@ -24,12 +24,7 @@ from torch.optim import Optimizer
 from shardwright.errors import CheckpointError
 from shardwright.params.placement import Cut, cuts_of
 from shardwright.quantized.interchange import NF4_ROWS, STATE_ROWS, is_nf4_tensor
-from shardwright.torch_private import (
-    AsyncCollectiveTensor,
-    DTensorSpec,
-    TensorMeta,
-    local_of,
-)
+from shardwright.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta, local_of
 
 
 @dataclass(frozen=True)

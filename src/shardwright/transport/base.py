@@ -222,6 +222,9 @@ class Comm(Protocol):
         """Issue what was begun and has more hops: called before this rank waits for words of others, which
         may wait for these. No-op where collectives have one hop."""
 
+    def separate_reductions(self, enable: bool) -> None:
+        """Whether a device may run reductions beside all-gathers, as hosts do. Every rank calls it."""
+
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
         """Fill every rank's span of every segment. ``key`` names group and purpose; it is the same on all
         ranks."""

@@ -323,7 +323,7 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
     timeout = min(TIMEOUT, timeout_of(within))
     log = LaunchLog(ranks, device_type)
 
-    def make_group() -> ProcessGroup:
+    def make_group(log: LaunchLog) -> ProcessGroup:
         group = new_group(ranks, backend, timeout)
         log.travels_on(group)
         return group
@@ -349,12 +349,13 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
         _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({peers})"], ranks)
     from shardwright.transport.process_group import ProcessGroupComm  # noqa: PLC0415 process groups
 
-    gather_group = make_group()
+    gather_group = make_group(log)
     if backend == "gloo":  # whose threads take work as it comes, so a gather needn't queue behind reductions
-        return ProcessGroupComm(gather_group, make_group(), log, None, host)
+        return ProcessGroupComm(gather_group, make_group(log), log, None, host)
     from shardwright.transport.streams import Streams  # noqa: PLC0415 a device
 
-    return ProcessGroupComm(gather_group, gather_group, log, Streams.of(_device(device_type)), host)
+    streams = Streams.of(_device(device_type))
+    return ProcessGroupComm(gather_group, gather_group, log, streams, host, make_group)
 
 
 def _tell_of_fall(to: str, refused: list[str], ranks: list[int]) -> None:

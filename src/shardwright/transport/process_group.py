@@ -8,7 +8,7 @@ how the layout logic is tested without a GPU.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +32,15 @@ from shardwright.torch_private import (
 )
 from shardwright.transport.base import Comm, Reduction, Segment
 from shardwright.transport.collect import collect
-from shardwright.transport.process import Launch, LaunchLog, close, process_state
+from shardwright.transport.process import LaunchLog, close, process_state
 from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Due, Streams
 
 
 class ProcessGroupComm(Comm):
     """Collectives of one mesh axis: on an accelerator over one communicator, in the order in which they are
-    launched, which is the same on all ranks. Over Gloo gathers and reductions have a group each.
+    launched, which is the same on all ranks. Over Gloo gathers and reductions have a group each, on an
+    accelerator where that was asked.
 
     On CUDA the host never blocks, so ``exposed_s`` is None: what is exposed is seen on the device only. Over
     Gloo the host waits, and its waits are counted.
@@ -55,9 +56,11 @@ class ProcessGroupComm(Comm):
         log: LaunchLog,
         streams: Streams | None,
         host: Comm | None = None,
+        make_group: Callable[[LaunchLog], ProcessGroup] | None = None,
     ) -> None:
         """streams: None over Gloo, which coalesces nothing and waits for the current stream by itself.
         host: the transport of the same ranks for what they agree on; None: these groups move host tensors.
+        make_group: makes one more group of these ranks, on which what is in that log travels.
         """
         self.world = gather_group.size()
         self.rank = gather_group.rank()
@@ -69,16 +72,24 @@ class ProcessGroupComm(Comm):
         self.streams = streams
         self.times = None if streams is None or self.world == 1 else streams.times
         self._host = host
+        self._make_group = make_group
+        self._reduce_log = log
 
     @property
     def host(self) -> Comm:
         """See ``Comm.host``."""
         return self if self._host is None else self._host
 
+    def separate_reductions(self, enable: bool) -> None:
+        """See ``Comm.separate_reductions``. Another log, as a log counts the operations of one group."""
+        if self._make_group is not None and enable != (self._reduce_log is not self.log):
+            self._reduce_log = LaunchLog(self.log.ranks, "reductions ") if enable else self.log
+            self._reduce_group = self._make_group(self._reduce_log) if enable else self._gather_group
+
     def all_gather(self, segments: Sequence[Segment], key: str) -> "_NcclGather":
         """See ``Comm.all_gather``. In place: each rank's input is its own span of the output."""
-        with self._beginning():
-            flight = _Flight(self, self.log.launch(key))
+        with self._beginning(self.log):
+            flight = _Flight(self, self.log, key)
             if self.streams is None:
                 self._launch_gather(flight, segments)
                 return _NcclGather(flight, None, None)
@@ -89,11 +100,11 @@ class ProcessGroupComm(Comm):
                 self._launch_gather(flight, segments)
             return _NcclGather(flight, self.streams, due)
 
-    def _beginning(self) -> Any:
-        return self.log.beginning(self.rank, self._close)
+    def _beginning(self, log: LaunchLog) -> Any:
+        return log.beginning(self.rank, self._close)
 
     def _close(self, _: str) -> None:
-        for group in self.log.groups:
+        for group in {*self.log.groups, *self._reduce_log.groups}:
             close(group)
 
     def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
@@ -113,15 +124,15 @@ class ProcessGroupComm(Comm):
                 for full, shard in zip(outputs, inputs, strict=True)
             )
         if self.times is not None:
-            self.times.end(begun, self.log.name, flight.launch, flight.works)
+            self.times.end(begun, flight.log.name, flight.launch, flight.works)
 
     def reduce_scatter(
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
     ) -> "_NcclReduction":
         """See ``Comm.reduce_scatter``. Sums in NCCL's order: repeatable for one world, not a fixed one."""
         owned = [stop - start for start, stop in [segment.spans[self.rank] for segment in segments]]
-        with self._beginning():
-            flight = _Flight(self, self.log.launch(key))
+        with self._beginning(self._reduce_log):
+            flight = _Flight(self, self._reduce_log, key)
             if self.streams is None or self.world == 1:  # alone there is nothing to run beside
                 inputs, outputs = self._launch_reduction(flight, segments, dtypes)
                 return _NcclReduction(flight, inputs, outputs, owned)
@@ -158,7 +169,7 @@ class ProcessGroupComm(Comm):
                     for place, term in zip(places, terms, strict=True)
                 )
         if self.times is not None:
-            self.times.end(begun, self.log.name, flight.launch, flight.works)
+            self.times.end(begun, flight.log.name, flight.launch, flight.works)
         return inputs, outputs
 
     def all_reduce(self, values: Sequence[torch.Tensor], key: str) -> Reduction:
@@ -170,8 +181,8 @@ class ProcessGroupComm(Comm):
         """
         if self.streams is None:
             return super().all_reduce(values, key)
-        with self._beginning():
-            flight = _Flight(self, self.log.launch(key))
+        with self._beginning(self._reduce_log):
+            flight = _Flight(self, self._reduce_log, key)
             begun = None if self.times is None else self.times.begin()
             for members in _by_dtype(values).values():
                 sums = [_as_reals(values[index]) for index in members]
@@ -181,7 +192,7 @@ class ProcessGroupComm(Comm):
                 options.asyncOp = True
                 flight.add(self._reduce_group.allreduce_coalesced(sums, options))
             if self.times is not None:
-                self.times.end(begun, self.log.name, flight.launch, flight.works)
+                self.times.end(begun, flight.log.name, flight.launch, flight.works)
         return _NcclReduction(flight, [], list(values), [each.numel() for each in values])
 
     def gather_many(
@@ -194,31 +205,31 @@ class ProcessGroupComm(Comm):
 class _Flight:
     """A collective in flight. On CUDA ``wait`` makes the current stream wait for it, elsewhere the host."""
 
-    __slots__ = ("comm", "launch", "works")
+    __slots__ = ("comm", "launch", "log", "works")
 
-    def __init__(self, comm: ProcessGroupComm, launch: Launch) -> None:
-        self.comm, self.launch = comm, launch
+    def __init__(self, comm: ProcessGroupComm, log: LaunchLog, key: str) -> None:
+        self.comm, self.log, self.launch = comm, log, log.launch(key)
         self.works: list[Any] = []
 
     def stall(self) -> None:
         """The current stream is about to wait for the collective."""
         if self.works and self.comm.times is not None:
-            self.comm.times.stall(self.comm.log.name, self.launch)
+            self.comm.times.stall(self.log.name, self.launch)
 
     def add(self, work: Any) -> None:
-        """An operation of the device's, which are all on one process group."""
+        """An operation of the device's, which are all on the one process group of its log."""
         self.works.append(work)
-        self.comm.log.became(self.launch)
+        self.log.became(self.launch)
 
     def wait(self) -> None:
         start = clock.perf_counter()
-        with self.comm.log.waiting(self.launch):
+        with self.log.waiting(self.launch):
             for work in self.works:
                 work.wait()  # of NCCL's: only makes the current stream wait
         if self.comm.exposed_s is not None:
             self.comm.exposed_s += clock.perf_counter() - start
             process_state.recorder.write(
-                (DONE, self.comm.log.name, self.launch.number, clock.perf_counter(), bool(self.works))
+                (DONE, self.log.name, self.launch.number, clock.perf_counter(), bool(self.works))
             )
 
 

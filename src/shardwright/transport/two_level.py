@@ -68,6 +68,11 @@ class TwoLevelComm(Comm):
             self.between.all_gather(own, key).wait()  # the gather stream waits
             return self.node.all_gather(places, key)
 
+    def separate_reductions(self, enable: bool) -> None:
+        """See ``Comm.separate_reductions``."""
+        self.node.separate_reductions(enable)
+        self.between.separate_reductions(enable)
+
     def go_on(self) -> None:
         """See ``Comm.go_on``: issue the second hops, which a rank of the node or place may wait for."""
         self.go_on_to(None)

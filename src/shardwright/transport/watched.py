@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwright.torch_private import (
-    ALL_GATHER_OP,
-    COMM_DEBUG_MODE,
-    REDUCE_SCATTER_OP,
-    dispatch_modes,
-)
+from shardwright.torch_private import ALL_GATHER_OP, COMM_DEBUG_MODE, REDUCE_SCATTER_OP, dispatch_modes
 from shardwright.transport.base import Comm
 
 

@@ -207,7 +207,8 @@ class FullyShardedDataParallel(StatefulWrapper):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the model before it was wrapped, with its names and logical shapes.
+        """As of the model before it was wrapped, with its names and logical shapes; after a backward that
+        raised these are what is stored at rest again.
 
         Local.
 
@@ -218,6 +219,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         Returns:
             An iterator of names and parameters.
         """
+        self._unit.runtime.running()
         for name, param in super().named_parameters(*args, **kwargs):
             yield key_of(name), param
 
