@@ -43,10 +43,7 @@ NEVER_RAISES = {
     "hf.load: load": ("ConfigError StageError", "of a plan, and of a model that is running"),
     "hf.load: shard": ("ConfigError StageError", "of a plan"),
     "hf.load: read_weights": ("StageError", "of a model that is running"),
-    "hf.trainer: ShardedTrainer.save_model": (
-        "InputError",
-        "of a model without shards or adapters",
-    ),
+    "hf.trainer: ShardedTrainer.save_model": ("InputError", "of a model without shards or adapters"),
     "clients.lightning: TrainerStrategy.setup": ("ConfigError StageError", "of a plan"),
     "clients.fabric: ShardwrightStrategy.setup_module": ("ConfigError StageError", "of a plan"),
     "clients.fabric: ShardwrightStrategy.setup_module_and_optimizers": (
@@ -56,14 +53,11 @@ NEVER_RAISES = {
 }
 """Public function -> exceptions that what it calls can raise, and why not here."""
 
-MADE_BY = {
-    "ReduceScatterHandle": "reduce_scatter_async",
-    "TrainStep": "make_train_step",
-}
+MADE_BY = {"ReduceScatterHandle": "reduce_scatter_async", "TrainStep": "make_train_step"}
 """Class -> the public function that makes its instances; the docstring names it in place of Args."""
 
 NO_SHAPE = {
-    "wrapper.fsdp1: FullyShardedDataParallel.named_buffers": "the model's own buffers, as torch gives them",
+    "wrapper.fsdp1: FullyShardedDataParallel.named_buffers": "the model's own buffers, as torch gives them"
 }
 """Public function -> why nothing is to be said of its tensors' shapes and dtypes."""
 

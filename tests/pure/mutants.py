@@ -96,6 +96,12 @@ HELD = (
         ("fresh", "in_every_process", "larger_jobs", "every_way", "goes_dark"),
     ),
     Held(
+        ("transport/attempt.py",),
+        STEPS,
+        ("test_attempt.py", "test_welcome.py", "../storm/test_nights.py"),
+        ("fresh", "in_every_process", "same_nights", "found_a_fault", "goes_dark", "flips"),
+    ),
+    Held(
         ("checkpoint/folder.py", "checkpoint/writer.py"),
         STEPS,
         (

@@ -362,16 +362,10 @@ METADATA: dict[str, tuple[Callable[[Path], Any], str]] = {
     "negative": (changed("items", offset=-1), "'weight' is at -1+"),
     "a fraction": (changed("items", offset=1.5), "offset of a _StorageInfo is a float"),
     "outside": (changed("items", relative_path="../x.distcp"), "'../x.distcp', expected bytes of a file"),
-    "below": (
-        changed("items", relative_path="sub/x.distcp"),
-        "expected bytes of a file beside it",
-    ),
+    "below": (changed("items", relative_path="sub/x.distcp"), "expected bytes of a file beside it"),
     "missing": (changed("items", relative_path="x.distcp"), "x.distcp: weight: can't be read"),
     "behind the end": (changed("items", offset=10**9), "__0_0.distcp: weight"),
-    "another dtype": (
-        changed("properties", dtype=torch.int32),
-        "weight is F32, by .metadata it is I32",
-    ),
+    "another dtype": (changed("properties", dtype=torch.int32), "weight is F32, by .metadata it is I32"),
     "an unknown dtype": (changed("properties", dtype=torch.complex128), "'weight' has dtype"),
     "another shape": (changed("tensor", size=torch.Size([7, 7])), "elements are stored"),
     "no shape": (changed("tensor", size=[2, 3]), "size of a TensorStorageMetadata is a list"),

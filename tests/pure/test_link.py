@@ -70,11 +70,7 @@ TABLES = LinkSpeed(0, 1 / 0.30e9, 1 / 3.1e9)  # the coder of docs/design/wire.md
 @pytest.mark.parametrize("coder", [0.75, 1.0, 1.4])
 @pytest.mark.parametrize(
     ("gbit", "trained", "frozen"),
-    [
-        (0.1, (True, True, True), True),
-        (1, (False, False, False), True),
-        (10, (False, False, False), None),
-    ],
+    [(0.1, (True, True, True), True), (1, (False, False, False), True), (10, (False, False, False), None)],
 )
 def test_what_pays_at_a_usual_speed_is_the_same_with_a_slower_or_faster_coder(gbit, trained, frozen, coder):
     """Of groups that are trained: changes, coded, gradients too. Of frozen ones: changes (None: either)."""

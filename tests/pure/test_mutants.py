@@ -11,6 +11,7 @@ from tests.pure import mutants
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/design/follower.md"
+_AGAIN = "what stands is written again, in as many calls as it would be read"
 _BELOW = "what is below the least is refused, however far below"
 _BAR = "of numbers that are measured none is just the bar"
 _CHECKER = "for the type checker: it isn't so there"
@@ -98,6 +99,12 @@ REASONED: dict[str, str] = {
         )
         for number in ("", *(f" ({n})" for n in range(2, most + 1)))
     },
+    "transport/attempt.py answer: f'welcome/{rank}': without rank": _AGAIN,
+    "transport/attempt.py ask: f'hello/{rank}': without rank": _AGAIN,
+    "transport/attempt.py Attempt.meet: {0}: 0 is 1": "only whether there is one counts",
+    "transport/attempt.py Attempt.meet_within: 8 * self._world if self._rank else 1: 1 is 2": (
+        "two ranks look as often as one"
+    ),
     "engine/step/consensus.py (module): _WORD_BITS = 62: 62 is 63": "a word has 64, of which one is the sign",
     "engine/step/consensus.py Consensus.__init__: self.settles = True: False": _REPLACED,
     "engine/step/consensus.py Consensus._synchronize: self._compared = True: False": (

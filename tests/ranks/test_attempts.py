@@ -12,51 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright import fully_shard, set_transport
-from shardwright.transport.attempt import Attempt
 from tests.ranks.pool import on_ranks, run_ranks
-
-
-def meet(*attempts: Attempt) -> None:
-    for _ in range(3):
-        for attempt in attempts:
-            attempt.meet()
-
-
-@pytest.fixture
-def store():
-    return dist.HashStore()
-
-
-def test_all_ranks_have_the_first_ones_token(store):
-    attempts = [Attempt(store, rank, 3) for rank in range(3)]
-    assert [bool(attempt.token) for attempt in attempts] == [True, False, False]
-    meet(*attempts)
-    assert len({attempt.token for attempt in attempts}) == 1
-    assert all(attempt.meet() for attempt in attempts)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_what_an_attempt_before_left_is_not_taken(store, order):
-    before = [Attempt(store, rank, 3) for rank in range(3)]
-    meet(*before)
-    before[0].keys().set("diagnosis", "lost")
-    now: dict[int, Attempt] = {}
-    for rank in order:  # each sees the old hellos and welcomes of all that come later
-        now[rank] = Attempt(store, rank, 3)
-        meet(*now.values())
-        if len(now) < 3:
-            assert not (0 in now and now[0].meet()), "an old hello was taken for a new one"
-    tokens = {attempt.token for attempt in now.values()}
-    assert len(tokens) == 1
-    assert tokens.isdisjoint(attempt.token for attempt in before)
-    assert not now[2].keys().check(["diagnosis"])
-
-
-def test_the_first_rank_says_who_has_not_come(store):
-    first = Attempt(store, 0, 3)
-    meet(first, Attempt(store, 1, 3))
-    assert not first.meet_within(0.01)
-    assert first.missing == [2]
 
 
 def starts_again(rank, world, port):

@@ -61,7 +61,9 @@ CEILINGS = {
     "code lines of src": Ceiling(
         38_368, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}"
     ),
-    "code lines of tests": Ceiling(45_382, 41_500, _SIMULATED),
+    "code lines of tests": Ceiling(
+        45_420, 41_500, f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid"
+    ),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
 }

@@ -101,27 +101,28 @@ def test_a_step_gathers_between_nodes_once_and_each_rank_holds_its_share_of_ever
     sharded(model, mesh=mesh_of(world), shard_over_all=True, reshard_after_forward=True)
     nbytes = 2 * 64 * 64 * 4
     assert sum(param.to_local().nbytes for param in model.parameters()) == nbytes // 4
-    node, between, _ = unit_of(model[0]).group.axis.hops
+    node, *between = (unit_of(model[0]).group.axis.hops[hop] for hop in (0, 1, 3))  # 3: for sums
     run = Run.of(model, torch.optim.AdamW, lr=0.1)
     for _ in range(3):
-        before = node.sent_nbytes, between.sent_nbytes, stats(model).sent_nbytes
+        before = node.sent_nbytes, sum(each.sent_nbytes for each in between), stats(model).sent_nbytes
         model(torch.ones(2, 64)).sum().backward()
         run.step()
         state = [each for held in run.optimizer.state.values() for each in held.values() if each.ndim]
         assert sum(each.to_local().nbytes for each in state) == 2 * nbytes // 4
-        inside, across = node.sent_nbytes - before[0], between.sent_nbytes - before[1]
+        inside = node.sent_nbytes - before[0]
+        across = sum(each.sent_nbytes for each in between) - before[1]
         # Between nodes a quarter of the bytes for the forward's all-gather, and another for gradients.
         assert across == nbytes // 4 + nbytes // 4
         # Inside of them a half for each all-gather, forward and backward, and for gradients.
         assert inside == 3 * nbytes // 2
         assert stats(model).sent_nbytes - before[2] == inside + across
     for step in range(3):
-        before = node.sent_nbytes, between.sent_nbytes
+        before = node.sent_nbytes, sum(each.sent_nbytes for each in between)
         for micro in range(3):  # each of its own inputs; shares of the node serve all of them
             model.set_requires_gradient_sync(micro == 2)
             model(torch.ones(2, 64)).sum().backward()
         run.step()
-        assert between.sent_nbytes - before[1] == nbytes // 4 + nbytes // 4, step
+        assert sum(each.sent_nbytes for each in between) - before[1] == nbytes // 4 + nbytes // 4, step
         assert node.sent_nbytes - before[0] == 7 * nbytes // 2, step
 
 

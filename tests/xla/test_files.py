@@ -143,10 +143,7 @@ FAULTS = {
     ),
     "damaged": (damaged, "not a file that torch.load reads"),
     "other tensors": (other_tensors, "rank 1 has other tensors than rank 0.*running_mean"),
-    "unknown": (
-        lambda f: write(f, 1, 0, metadata={"shard_info": {}}),
-        "says nothing of _fsdp_shard",
-    ),
+    "unknown": (lambda f: write(f, 1, 0, metadata={"shard_info": {}}), "says nothing of _fsdp_shard"),
 }
 
 

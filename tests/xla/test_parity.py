@@ -106,11 +106,7 @@ OPTIONS = {
     "flat": {"flatten_parameters": True},
     "rows": {"shard_param_on_dim_0": True},
     "rows_flat": {"shard_param_on_dim_0": True, "flatten_parameters": True},
-    "rows_fp32": {
-        "shard_param_on_dim_0": True,
-        "compute_dtype": torch.float32,
-        "fp32_reduce_scatter": True,
-    },
+    "rows_fp32": {"shard_param_on_dim_0": True, "compute_dtype": torch.float32, "fp32_reduce_scatter": True},
     "unpadded": {"pad_multiple": 1},
     "recomputed": {"checkpoint_activations": True},
     "groups": {"sharding_groups": [[0, 2], [1, 3]]},
