@@ -205,9 +205,9 @@ def test_ranks_that_meet_for_keys_of_a_call_are_seen_to_wait(monkeypatch):
 # ---- a meeting to make a transport
 
 
-def meetings(store=None, timeout=ROOM):
-    store = store or HashStore()
-    return [Meeting(store, LaunchLog([4, 5, 6]), place, timeout) for place in range(3)]
+def meetings():
+    store = HashStore()
+    return [Meeting(store, LaunchLog([4, 5, 6]), place, ROOM) for place in range(3)]
 
 
 @pytest.mark.parametrize(
