@@ -161,7 +161,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         cast(FSDPModule, module).set_schedule_policy(schedule)
         self._fsdp_wrapped_module = module
         self._mesh = mesh
-        _warn_of_container(module, self._unit)
+        _warn_of_container(module, self._wrapped_unit)
         before = prepare.cast_buffers(own, self.mixed_precision.buffer_dtype)
         self._buffer_dtypes = {name: before[id(b)] for name, b in self.named_buffers() if id(b) in before}
         self._is_root = True
@@ -172,7 +172,7 @@ class FullyShardedDataParallel(StatefulWrapper):
     # ---- the wrapped module
 
     @property
-    def _unit(self) -> Unit:
+    def _wrapped_unit(self) -> Unit:
         """Return the unit of the module that was sharded: the first one inside, whatever is in between."""
         return units_in(self._fsdp_wrapped_module)[0]
 
@@ -219,7 +219,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         Returns:
             An iterator of names and parameters.
         """
-        self._unit.runtime.running()
+        self._wrapped_unit.runtime.running()
         for name, param in super().named_parameters(*args, **kwargs):
             yield key_of(name), param
 
@@ -289,13 +289,13 @@ class FullyShardedDataParallel(StatefulWrapper):
         """
         if self._summoned:
             return TrainingState.SUMMON_FULL_PARAMS
-        running = self._unit.runtime.running() is not None
+        running = self._wrapped_unit.runtime.running() is not None
         return TrainingState.FORWARD_BACKWARD if running else TrainingState.IDLE
 
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters that this wrapper shards (not those of wrappers inside it), as stored at rest."""
-        return [param.sharded for param in self._unit.params]
+        return [param.sharded for param in self._wrapped_unit.params]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -316,7 +316,7 @@ class FullyShardedDataParallel(StatefulWrapper):
     @property
     def compute_device(self) -> torch.device:
         """The device that parameters are unsharded on."""
-        groups = [owner.group for owner in self._unit.owners if owner.group is not None]
+        groups = [owner.group for owner in self._wrapped_unit.owners if owner.group is not None]
         # None where nested calls have taken all parameters.
         return groups[0].axis.device if groups else torch.device(self._mesh.device_type)
 
@@ -406,7 +406,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         if rank0_only and writeback:
             raise InputError("writeback=True with rank0_only=True would leave the ranks with different edits")
         roots = FullyShardedDataParallel.fsdp_modules(module)
-        units = [wrapper._unit for wrapper in (roots if recurse else roots[:1])]
+        units = [wrapper._wrapped_unit for wrapper in (roots if recurse else roots[:1])]
         if any(unit.runtime.running() is not None for unit in units) or any(w._summoned for w in roots):
             raise StageError("summon_full_params was entered inside a step, or inside of itself")
         with ExitStack() as stack:
