@@ -1,6 +1,5 @@
 """Gradient clipping over parameters on any number of meshes."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from shardwright.engine.listeners import State, listeners
 from shardwright.engine.optimizers.in_backward import steps_in_backward
 from shardwright.errors import InputError, StageError
+from shardwright.transport.mesh import made_comm
 
 
 @torch.no_grad()
@@ -96,10 +96,21 @@ def _norm(grads: list[torch.Tensor], where: Any, norm_type: float, foreach: bool
     if where is None:
         return norm
     mesh, placements = where
-    infinite = math.isinf(norm_type)
-    total = (norm if infinite else norm**norm_type).to(mesh.device_type)
+    norm = norm.to(mesh.device_type)
     for axis, placed in enumerate(placements):
         if not isinstance(placed, Replicate):
-            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            dist.all_reduce(total, operation, group=mesh.get_group(axis))
-    return total if infinite else total ** (1 / norm_type)
+            norm = torch.linalg.vector_norm(_of_all_ranks(norm, mesh.get_group(axis)), norm_type)
+    return norm
+
+
+def _of_all_ranks(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A 0-d tensor of each rank of the group, in their order."""
+    values = value.new_zeros(group.size())
+    values[group.rank()] = value
+    # A sum with zeros is exact. Over the transport that parameters have, so that no communicator is made for
+    # it, and a rank that doesn't clip is named.
+    comm = made_comm(group, value.device.type)
+    if comm is not None:
+        return comm.all_reduce([values], "norms of gradients").wait()[0]
+    dist.all_reduce(values, group=group)
+    return values
