@@ -3,24 +3,45 @@
 import os
 import tempfile
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 
-from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
+from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy
 from shardwright.schedule.layout import pack
 from shardwright.torch_private import is_traceable_wrapper_subclass
 
+if TYPE_CHECKING:
+    from shardwright.params.param import ShardedParam
 
-def placed(shard: torch.Tensor, offload: OffloadPolicy, device: torch.device) -> torch.Tensor:
-    """A shard where its policy wants it; ``device`` is where it is computed with. The shard itself where it
-    lies there already, or can't yet: on the meta device, or made of other tensors."""
-    if shard.device.type != "cpu" or is_traceable_wrapper_subclass(shard):
-        return shard
+
+@torch.no_grad()
+def place_shards(params: Sequence["ShardedParam"]) -> None:
+    """Have shards lie where their policy wants them, those of a group that are pinned in one block for each
+    dtype. Not those on the meta device, or made of other tensors.
+
+    Also where only a local tensor was replaced, as ``to_empty`` may do.
+    """
+    new = [p for p in params if p.split.on_host and (p.placed is None or p.placed() is not p.local)]
+    new = [p for p in new if p.local.device.type == "cpu" and not is_traceable_wrapper_subclass(p.local)]
+    if not new:
+        return
+    offload, moved = new[0].split.offload, [param.local for param in new]
     if isinstance(offload, DiskOffloadPolicy):
-        return mapped(shard, offload)
-    if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu":
-        return shard if shard.is_pinned() else shard.pin_memory()
-    return shard
+        for shard in moved:
+            shard.set_(mapped(shard, offload))  # type: ignore[arg-type]
+    elif _pins(new[0]):
+        moved = [shard for shard in moved if not shard.is_pinned()]
+        for shard, there in zip(moved, empty_on_host(moved), strict=True):
+            shard.set_(there.copy_(shard))  # type: ignore[arg-type]
+    for param in new:
+        param.placed = ref(param.local)
+
+
+def _pins(param: "ShardedParam") -> bool:
+    offload = param.split.offload
+    return isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and param.axis.device.type != "cpu"
 
 
 def mapped(shard: torch.Tensor, offload: DiskOffloadPolicy) -> torch.Tensor:

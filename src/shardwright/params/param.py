@@ -12,7 +12,6 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -111,12 +110,14 @@ class ShardedParam:
     bound: its unsharded face; None until it is made, before the first all-gather or by it.
     has_device_copy: what is gathered is a copy of the shard that stays on the device.
     extended: its class says itself what is gathered. shows_itself: to show it takes more than to write its
-        sites. members: of a flat parameter those that it is made of, one after another; else ().
+        sites. placed: refers to the shard that lies where its policy wants it, if any does (see
+        ``place_shards``). members: of a flat parameter those that it is made of, one after another; else ().
     """
 
     members: Sequence[Member] = ()
     extended = False
     shows_itself = False
+    placed: Any = None
 
     def __init__(self, fqn: str, sites: list[ParamSite], param: nn.Parameter, split: Split) -> None:
         """Split ``param``, or take it over where it is a DTensor that was split like that before."""
@@ -140,7 +141,6 @@ class ShardedParam:
         self._device_copy: Any = None
         self.sharded = give(self.attributes, self._shard(whole.detach(), param.requires_grad))
         take_over_hooks(param, self.sharded)
-        self._placed: Any = ref(self.local)  # the shard that lies where its policy wants it
         self.show(self.sharded)
         self.beginning: Any = None
         if self.axis.world * self.axis.num_copies > 1:
@@ -233,13 +233,6 @@ class ShardedParam:
         shown = parameters_of(site.module).get(site.name)
         if shown is not self.sharded:
             self._take_over(shown)
-        # Also where only its local tensor was replaced, as ``to_empty`` may do.
-        if self.split.on_host and (self._placed is None or self._placed() is not self.local):
-            there = self._placed_at_rest(self.local)
-            if there is not self.local:
-                with torch.no_grad():
-                    self.local.set_(there)  # type: ignore[arg-type]
-            self._placed = ref(self.local)
 
     def _take_over(self, shown: nn.Parameter | None) -> None:
         shape = self.spec.shape
@@ -289,15 +282,7 @@ class ShardedParam:
         if self.axis.world > 1 or not rows.is_contiguous():
             # A copy, so that the whole parameter's memory can go.
             rows = rows.clone(memory_format=torch.contiguous_format)
-        return nn.Parameter(self.dtensor(self._placed_at_rest(rows)), requires_grad=trainable)
-
-    def _placed_at_rest(self, rows: torch.Tensor) -> torch.Tensor:
-        """A shard where its policy wants it."""
-        if not self.split.on_host:
-            return rows
-        from shardwright.params.offload import placed  # noqa: PLC0415 offloaded shards
-
-        return placed(rows, self.split.offload, self.axis.device)
+        return nn.Parameter(self.dtensor(rows), requires_grad=trainable)
 
     # ---- dtypes
 

@@ -247,6 +247,10 @@ def shard_modules(
         params = flatten(found, splits, unit)
     else:
         params, unit.shared_owners = shard_params(found, splits, unit)
+    if any(param.split.on_host for param in params):
+        from shardwright.params.offload import place_shards  # noqa: PLC0415 offloaded shards
+
+        place_shards(params)
     for param in params:
         param.compared = numbered
     for inner in (*nested, *unit.shared_owners):

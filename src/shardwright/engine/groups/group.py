@@ -137,6 +137,10 @@ class ParamGroup:
         """Follow what was done to the parameters, and list where they lie now."""
         for param in self.params:
             param.adopt()
+        if any(param.split.on_host for param in self.params):
+            from shardwright.params.offload import place_shards  # noqa: PLC0415 offloaded shards
+
+            place_shards(self.params)
         if any(is_extended(param.local) != param.extended for param in self.params):
             from shardwright.params.subclass import follow_extensions  # noqa: PLC0415 such classes
 
