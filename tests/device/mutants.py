@@ -134,7 +134,7 @@ def left_out(site: Site) -> Iterator[None]:
     """Inside of it this process does without."""
     tree = ast.parse((PACKAGE / site.file).read_text())
     list(_places(tree))[site.number][2]()
-    long_ago = SimpleNamespace(record_event=lambda: SimpleNamespace(done=True))
+    long_ago = SimpleNamespace(record_event=lambda _: SimpleNamespace(done=True), device=None)
     names = {
         "_due_long_ago": lambda: importlib.import_module("shardwright.transport.streams").Due(long_ago),
         "_without_waiting": without_waiting,

@@ -99,15 +99,17 @@ class Stream:
         if len(self.items) == 1:
             self.device.world.candidates[self] = None
 
-    def record_event(self) -> Event:
-        """As torch.Stream."""
-        return Event(self)
+    def record_event(self, event: Event | None = None) -> Event:
+        """As torch.Stream: of an event that was recorded before, again."""
+        if event is not None:
+            event.stream, event.number = self, self.queued
+        return event or Event(self)
 
     def wait_event(self, event: Event) -> None:
         """As torch.Stream, which waits for nothing where the event is one of torch.cuda's: those have a field
         that it doesn't read."""
         if not event.done and not self.device.waits_for_nothing and not isinstance(event, BackendEvent):
-            self.put([event])
+            self.put([event.again()])  # who was made to wait keeps to it, whatever is recorded again
 
     def synchronize(self) -> None:
         """The host waits for all that it has queued."""

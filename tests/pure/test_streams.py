@@ -26,12 +26,17 @@ class FakeStream:
     def __init__(self, device):
         self.device, self.before = device, frozenset()
 
-    def record_event(self):
+    def record_event(self, event=None):
         self.device.num_events += 1
-        return SimpleNamespace(before=self.before, synchronize=partial(self.device.wait_on_host, self.before))
+        self.device.num_made += event is None
+        event = event or SimpleNamespace(waited=True)
+        assert event.waited, "somebody is still to wait for it"
+        event.before, event.waited = self.before, False
+        event.synchronize = partial(self.device.wait_on_host, event)
+        return event
 
     def wait_event(self, event):
-        assert not hasattr(event, "waited"), "an event is waited for once"
+        assert not event.waited, "an event is waited for once"
         event.waited = True
         self.before |= event.before
 
@@ -49,15 +54,16 @@ class Device:
     """
 
     def __init__(self):
-        self.num_events = self.num_ops = self.num_places = 0
+        self.num_events = self.num_made = self.num_ops = self.num_places = 0
         self.touched, self.free, self.owner = {}, {}, {}
         self.races = []
         self.compute, self.host = FakeStream(self), FakeStream(self)
         self.current = [self.compute]
         self.num_waits = 0
 
-    def wait_on_host(self, before):
-        self.host.before |= before
+    def wait_on_host(self, event):
+        event.waited = True
+        self.host.before |= event.before
         self.num_waits += 1
 
     def take(self):
@@ -272,12 +278,15 @@ def test_what_was_not_filled_on_the_gather_stream_waits_for_compute():
     assert model.device.races == []
 
 
-def test_a_due_is_waited_for_once():
+def test_a_due_is_waited_for_once_and_then_its_event_is_recorded_again():
     device = Device()
     due, other = Due(device.compute), FakeStream(device)
     due.wait(other)
     due.wait(other)
     assert device.num_events == 1
+    Due(device.compute).wait(other)
+    Due(device.compute).wait_on_host()
+    assert (device.num_events, device.num_made) == (3, 1)
 
 
 def test_side_streams_go_before_compute(monkeypatch):

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import ref
 
 import torch
@@ -12,14 +12,11 @@ from shardwright.policy import CPUOffloadPolicy, DiskOffloadPolicy
 from shardwright.schedule.layout import pack
 from shardwright.torch_private import is_traceable_wrapper_subclass
 
-if TYPE_CHECKING:
-    from shardwright.params.param import ShardedParam
-
 
 @torch.no_grad()
-def place_shards(params: Sequence["ShardedParam"]) -> None:
-    """Have shards lie where their policy wants them, those of a group that are pinned in one block for each
-    dtype. Not those on the meta device, or made of other tensors.
+def place_shards(params: Sequence[Any]) -> None:
+    """Have the shards of ``ShardedParam``s of one policy lie where that wants them, pinned ones in one block
+    for each dtype. Not those on the meta device, or made of other tensors.
 
     Also where only a local tensor was replaced, as ``to_empty`` may do.
     """
@@ -39,7 +36,7 @@ def place_shards(params: Sequence["ShardedParam"]) -> None:
         param.placed = ref(param.local)
 
 
-def _pins(param: "ShardedParam") -> bool:
+def _pins(param: Any) -> bool:
     offload = param.split.offload
     return isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and param.axis.device.type != "cpu"
 

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import os
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
@@ -78,8 +78,8 @@ class ProcessState:
     diagnosis: what the watch found to be wrong for good; every wait and launch raises it from then on.
     explain, look: set by the watch. The error to raise in place of one that a transport met; and a look,
         now, whether there is a diagnosis.
-    recorder: what ran in the last steps. loops, device_times: of all transports that are alive. streams: by
-        device and thread, see ``Streams.of``.
+    recorder: what ran in the last steps. loops, device_times: of all transports that are alive. streams,
+        events: by device and thread, see ``Streams.of`` and ``Due``.
     num_pages: pages of steps that ranks have written together. num_logs: launch logs that were made, by ranks
         and kind. probes: see ``is_closed``.
     is_ours, transport: what was chosen by ``set_process`` and ``set_transport``. told: warnings given once.
@@ -104,6 +104,7 @@ class ProcessState:
         self.loops: WeakSet[Any] = WeakSet()
         self.device_times: WeakSet[Any] = WeakSet()
         self.streams: dict[tuple[torch.device, int], Any] = {}
+        self.events: dict[tuple[torch.device, int], list[Any]] = defaultdict(list)
         self.probes: WeakKeyDictionary[ProcessGroup, dict[int, Work]] = WeakKeyDictionary()
         self.is_ours: bool | None = None
         self.transport = "auto"
