@@ -57,7 +57,7 @@ def counted(rank, world, kind, seed):
     sync = FSDPModule.set_requires_gradient_sync
     with (
         patch.object(cases, "HAPPENS", ("step", "evaluation", "accumulation")),
-        patch.object(cases, "BETWEEN", ("nothing",)),
+        patch.object(cases, "BETWEEN", ("clipping",)),
         patch.object(torch.Tensor, "backward", autospec=True, side_effect=backward) as backwards,
         patch.object(torch.optim.SGD, "step", autospec=True, side_effect=step) as steps,
         patch.object(FSDPModule, "set_requires_gradient_sync", autospec=True, side_effect=sync) as syncs,
@@ -92,6 +92,17 @@ def test_where_the_state_alone_is_on_the_host_it_waits_once_after_a_step():
     for seed in range(2):
         [(waits, num_offloads, _, backwards, steps)] = run_ranks(1, counted, "state alone on the host", seed)
         assert waits == ["event"] * steps and backwards >= steps == num_offloads > 0
+
+
+RESIDENT = [kind for kind in KINDS if "offload_policy" not in KINDS[kind][2]]
+
+
+@pytest.mark.parametrize(
+    "kind", [RESIDENT[0], *(pytest.param(each, marks=pytest.mark.slow) for each in RESIDENT[1:])]
+)
+def test_where_nothing_is_on_the_host_it_waits_for_nothing(kind):
+    [(waits, *_)] = run_ranks(1, counted, kind, 1)
+    assert waits == []
 
 
 def _shards(model):

@@ -98,7 +98,7 @@ def _norm(grads: list[torch.Tensor], where: Any, norm_type: float, foreach: bool
     mesh, placements = where
     norm = norm.to(mesh.device_type)
     for axis, placed in enumerate(placements):
-        if not isinstance(placed, Replicate):
+        if mesh.size(axis) > 1 and not isinstance(placed, Replicate):
             norm = torch.linalg.vector_norm(_of_all_ranks(norm, mesh.get_group(axis)), norm_type)
     return norm
 
