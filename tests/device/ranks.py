@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch.autograd import Variable
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from shardwright import nf4
 from shardwright.engine.listeners import listeners
@@ -203,6 +206,43 @@ class Simulated(cases.Place):
         return [self._accelerator.read(each) for each in tensors]
 
 
+class Engine:
+    """Autograd's, which on an accelerator runs all nodes of a rank in a thread of their own, with their hooks
+    and what is called at the end, while the caller waits."""
+
+    def __init__(self, device: Callable[[], Device]) -> None:
+        self._device, self._own = device, Variable._execution_engine
+        self._threads: dict[Device, ThreadPoolExecutor] = {}
+        self._inside: list[Device] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def run_backward(self, *arguments: Any, **options: Any) -> Any:
+        """As the engine's; in one that runs, it is run by the same thread."""
+        device, groups, modes = (
+            self._device(),
+            ThreadLocalWorld._world.world,
+            _get_current_dispatch_mode_stack(),
+        )
+
+        def run() -> Any:
+            ThreadLocalWorld._world.world = groups
+            with ExitStack() as entered:
+                for mode in modes:
+                    entered.enter_context(mode)
+                return self._own.run_backward(*arguments, **options)
+
+        if device in self._inside:
+            return self._own.run_backward(*arguments, **options)
+        thread = self._threads.setdefault(device, ThreadPoolExecutor(1))
+        self._inside.append(device)
+        try:
+            return thread.submit(run).result()
+        finally:
+            self._inside.remove(device)
+
+
 _axis_over_all = meshes._axis_over_all
 
 
@@ -226,11 +266,12 @@ class Job:
         rules: type[Streams] = Streams,
         function: Callable[..., Any] = cases.train,
         size: int | None = None,
+        apart: bool = True,
     ) -> None:
-        """size: ranks, where not those of the kind."""
+        """size: ranks, where not those of the kind. apart: a backward has a thread of its own."""
         self.function = function
         self.size = size or cases.setting(kind)[0]
-        self.kind, self.rules = kind, rules
+        self.kind, self.rules, self.apart = kind, rules, apart
         swapped = [(process_state, "__dict__"), (hooks, "_root_left_out")]
         swapped += [(saving, "_staging")]
         swapped += [(nf4, name) for name in _TABLES]
@@ -263,6 +304,7 @@ class Job:
             (TwoLevelComm, "host", property(lambda comm: comm.flat.host)),
             (dist.distributed_c10d, "_world", ThreadLocalWorld()),
             *cases.cutting(self.kind),
+            *([(Variable, "_execution_engine", Engine(lambda: self.world.device))] if self.apart else []),
         ]
         before = [getattr(owner, name) for owner, name, _ in stand_ins]
         for owner, name, value in stand_ins:

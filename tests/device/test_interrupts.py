@@ -54,7 +54,7 @@ def outcomes(rank, world, kind, size, every):
     at, right, refused, ended = 1, 0, 0, False
     while not ended:
         done = {}
-        job = Job(kind, at, function=interrupted(at, every, done), size=size)
+        job = Job(kind, at, function=interrupted(at, every, done), size=size, apart=False)
         try:
             job.run(at % 5)
         except (CommError, Diverged, Stuck):
