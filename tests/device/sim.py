@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,6 +32,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 POISON = 0xFF
 ARENA_NBYTES = 1 << 22
 ALIGNMENT = 64
+
+
+class Durations(NamedTuple):
+    """Milliseconds, of which the times of streams are told: of a kernel of compute, an operation of another
+    stream, a collective once all have come to it, and the host's for each operation."""
+
+    kernel_ms: float = 1.0
+    copy_ms: float = 0.1
+    collective_ms: float = 1.0
+    host_ms: float = 0.0
 
 
 class Event:
@@ -68,6 +78,11 @@ class Event:
         """Whether all of that has run."""
         return self.stream.done >= self.number
 
+    @property
+    def ended_ms(self) -> float:
+        """When all of that had run, of one that is done."""
+        return self.stream.ended_ms[self.number - 1] if self.number else 0.0
+
     def synchronize(self) -> None:
         """The host waits for it."""
         self.stream.device.waits.append("event")
@@ -81,7 +96,9 @@ class Event:
 class Stream:
     """A queue of operations, run in order. weight: how likely it runs next, among those that can.
 
-    behind: streams that wait for it, and until how much of it is done.
+    behind: streams that wait for it, and until how much of it is done. ended_ms: when each operation ended,
+    by ``Durations``, whatever the order in which they are run here. exposed_ms: in which it had nothing to do
+    but to wait for other streams.
     """
 
     def __init__(self, device: "Device") -> None:
@@ -89,12 +106,16 @@ class Stream:
         self.weight = device.world.random.choice((0.01, 1.0, 100.0))
         self.items: deque[Any] = deque()
         self.queued = self.done = 0
+        self.ended_ms: list[float] = []
+        self.launched_ms: deque[float] = deque()
+        self.at_ms = self.exposed_ms = 0.0
         self.behind: list[tuple[int, Stream]] = []
         device.streams.append(self)
 
     def put(self, item: Any) -> None:
         """Queue a call without arguments, events to wait for, or a part of a meeting."""
         self.items.append(item)
+        self.launched_ms.append(self.device.launch_ms())
         self.queued += 1
         if len(self.items) == 1:
             self.device.world.candidates[self] = None
@@ -108,7 +129,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """As torch.Stream, which waits for nothing where the event is one of torch.cuda's: those have a field
         that it doesn't read."""
-        if not event.done and not self.device.waits_for_nothing and not isinstance(event, BackendEvent):
+        if not self.device.waits_for_nothing and not isinstance(event, BackendEvent):
             self.put([event.again()])  # who was made to wait keeps to it, whatever is recorded again
 
     def synchronize(self) -> None:
@@ -126,7 +147,7 @@ class Stream:
         while self.items and isinstance(self.items[0], list):
             events = self.items[0]
             while events and events[-1].done:
-                events.pop()
+                self._wait_until(events.pop().ended_ms)
             if events:
                 events[-1].stream.behind.append((events[-1].number, self))
                 break
@@ -137,13 +158,30 @@ class Stream:
         del self.device.world.candidates[self]
         return False
 
+    def _wait_until(self, ended_ms: float) -> None:
+        begin_ms = self.begin_ms()
+        self.exposed_ms += max(0.0, ended_ms - begin_ms)
+        self.at_ms = max(begin_ms, ended_ms)
+
+    def begin_ms(self) -> float:
+        """When its head can begin."""
+        return max(self.at_ms, self.launched_ms[0])
+
     def run(self) -> None:
         """Run the head."""
-        self.items[0]()
+        durations, head = self.device.world.durations, self.items[0]
+        if isinstance(head, Part):
+            self.at_ms = head.meeting.begin_ms() + durations.collective_ms
+        else:
+            is_compute = self is self.device.compute
+            self.at_ms = self.begin_ms() + (durations.kernel_ms if is_compute else durations.copy_ms)
+        head()
         self._pop()
 
     def _pop(self) -> None:
         self.items.popleft()
+        self.launched_ms.popleft()
+        self.ended_ms.append(self.at_ms)
         self.done += 1
         if self.behind:
             freed = [stream for number, stream in self.behind if number <= self.done]
@@ -194,6 +232,7 @@ class Meeting:
         self.parts: list[Part | None] = [None] * size
         self._come: dict[Stream, None] = {}
         self._inputs: list[Any] | None = None
+        self._begin_ms: float | None = None
 
     def come(self, stream: Stream) -> bool:
         """The part of this stream is at its head; whether all are."""
@@ -203,6 +242,12 @@ class Meeting:
         if self._inputs is None:
             stream.device.world.candidates |= self._come
         return True
+
+    def begin_ms(self) -> float:
+        """When the last of its parts can begin."""
+        if self._begin_ms is None:
+            self._begin_ms = max(stream.begin_ms() for stream in self._come)
+        return self._begin_ms
 
     def inputs(self) -> list[Any]:
         """Of all ranks, read when the first of them runs."""
@@ -348,12 +393,18 @@ class Device:
         self.num_launched = 0
         self.waits: list[str] = []
         self.waits_for_nothing = False
+        self.host_ms = 0.0
 
     def launch(self, kernel: Callable[[], Any]) -> None:
         """Queue a kernel on the current stream."""
         self.current[-1].put(kernel)
         self.num_launched += 1
         self.world.go_on()
+
+    def launch_ms(self) -> float:
+        """When the host queues the next operation."""
+        self.host_ms += self.world.durations.host_ms
+        return self.host_ms
 
     def synchronize(self) -> None:
         """The host waits for all that it has queued, on every stream."""
@@ -394,6 +445,7 @@ class World:
 
     def __init__(self, size: int, seed: int, swapped: list[tuple[Any, str]] | None = None) -> None:
         self.random = random.Random(seed)
+        self.durations = Durations()
         self.now_s = 0.0
         """Simulated time: each operation takes a millisecond, whatever runs beside it."""
         self.pace = self.random.choice((0.0, 0.2, 1.0, 3.0))  # kernels run for each that is launched
@@ -442,6 +494,7 @@ class World:
             while not event.done:
                 if not self.run_one():
                     self.yield_turn()
+        self.device.host_ms = max(self.device.host_ms, event.ended_ms)
 
     def meeting(self, key: Any, size: int) -> Meeting:
         """The meeting of that name; parts are put into it by all its ranks."""
