@@ -1,6 +1,6 @@
 """Proves on the accelerators of this machine what can only be shown there, and writes one page of results.
 
-    make prove-gpu                  1, 2, 4 or 8 cards, as many as there are; at most 20 minutes
+    make prove-gpu                  1, 2, 4 or 8 cards, as many as there are; at most 22 minutes
     make prove-gpu DEVICE=sim       each section at toy size on the CPU, to see whether it works
     python -m bench.prove_gpu --share-card 2    so many ranks on one card, over NCCL: times mean nothing then
 
@@ -32,7 +32,7 @@ SETTINGS = (
     {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     {"TORCH_NCCL_HIGH_PRIORITY": "1"},
 )
-TOTAL_S = 20 * 60 - 30
+TOTAL_S = 22 * 60 - 30
 _ADOPTS_ORPHANS = 36  # prctl's PR_SET_CHILD_SUBREAPER
 
 
@@ -64,6 +64,7 @@ def sections(simulated: bool) -> list[Section]:
         Section("four_bit", "Memory of a 4-bit base", 140, num_worlds=few),
         Section("finetune", "Fine-tuning beside peft, bitsandbytes and torchao", 100, num_worlds=few),
         Section("offload", "Offload", 100, num_worlds=few),
+        Section("failures", "Ranks that are killed or sleep", 120, num_worlds=0),
         Section("allocator", "Settings of the allocator and of NCCL", 100, num_worlds=1, settings=settings),
     ]
 

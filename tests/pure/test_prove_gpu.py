@@ -65,8 +65,8 @@ def test_ranks_that_share_a_card_are_on_hosts_of_their_own_for_nccl(monkeypatch)
     assert "times mean nothing" in page(device, {}, [])
 
 
-def test_all_sections_have_their_time_within_20_minutes():
-    assert sum(section.limit_s for section in sections(simulated=False)) <= TOTAL_S < 20 * 60
+def test_all_sections_have_their_time_within_22_minutes():
+    assert sum(section.limit_s for section in sections(simulated=False)) <= TOTAL_S < 22 * 60
 
 
 def test_the_page_has_the_figures_of_one_section_and_the_error_of_another():
