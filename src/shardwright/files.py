@@ -14,6 +14,11 @@ from typing import Any, BinaryIO
 
 from shardwright.errors import CheckpointError, ShardwrightError, UnreadError
 
+try:
+    import fcntl as fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # neither is there on every system
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
 

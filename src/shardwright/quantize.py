@@ -71,7 +71,9 @@ def quantize_(
         >>> model.state_dict()["0.weight"].shape  # two elements to a byte
         torch.Size([128, 64])
     """
-    chosen, per_use = codec_of(codec), _per_use(dequantise)
+    chosen, per_use = codec_of(codec), dequantise == "layer"
+    if dequantise not in ("group", "layer"):
+        raise InputError(f'dequantise must be "group" or "layer", got {dequantise!r}')
     owners = _owners(model)
     shown = _shown(model)
     picked = {param: places for param, places in shown.items() if _matches(where, param, places)}
@@ -130,12 +132,6 @@ def _check(param: nn.Parameter, name: str, owner: tuple[Unit, ParamGroup, Sharde
             f"parameter {name!r} is split by tensor parallelism; leave it out of quantize_, or quantise it "
             "in a model that only fully_shard shards"
         )
-
-
-def _per_use(dequantise: str) -> bool:
-    if dequantise not in ("group", "layer"):
-        raise InputError(f'dequantise must be "group" or "layer", got {dequantise!r}')
-    return dequantise == "layer"
 
 
 def _shown(model: nn.Module) -> Shown:

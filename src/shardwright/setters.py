@@ -15,7 +15,6 @@ from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.unit import Unit, is_sharded, unit_of, units_in
 from shardwright.errors import InputError, warn
 from shardwright.policy import SchedulePolicy
-from shardwright.schedule.schedule import Phase
 from shardwright.transport.mesh import smaller_world
 
 
@@ -27,6 +26,9 @@ class Owner:
 
     def _units(self, recurse: bool) -> list[Unit]:
         return units_in(cast(nn.Module, self)) if recurse else [self._unit()]
+
+    def _groups(self, recurse: bool) -> list[ParamGroup]:
+        return [group for unit in self._units(recurse) for group in unit.groups]
 
     def _groups_on_one_mesh(self, setter: str) -> list[ParamGroup]:
         groups = self._unit().groups
@@ -214,9 +216,8 @@ class GradientSetters(Owner):
         """
 
     def _set_reduction(self, recurse: bool, **changes: Any) -> None:
-        for unit in self._units(recurse):
-            for group in unit.groups:
-                group.reducer.policy = replace(group.reducer.policy, **changes)
+        for group in self._groups(recurse):
+            group.reducer.policy = replace(group.reducer.policy, **changes)
 
 
 class ScheduleSetters(Owner):
@@ -242,9 +243,8 @@ class ScheduleSetters(Owner):
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}; an int world "
                 "is given to fully_shard"
             )
-        for unit in self._units(recurse):
-            for group in unit.groups:
-                group.request(smaller_world=smaller_world(group.axis, reshard_after_forward))
+        for group in self._groups(recurse):
+            group.request(smaller_world=smaller_world(group.axis, reshard_after_forward))
         self._request(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -281,7 +281,7 @@ class ScheduleSetters(Owner):
         Raises:
             InputError: one of them isn't a sharded module.
         """
-        self._set_ahead(Phase.FORWARD, modules)
+        self._set_ahead("ahead_in_forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Prefetch the groups of these modules, in order, when this module's backward begins, instead of the
@@ -293,7 +293,7 @@ class ScheduleSetters(Owner):
         Raises:
             InputError: one of them isn't a sharded module.
         """
-        self._set_ahead(Phase.BACKWARD, modules)
+        self._set_ahead("ahead_in_backward", modules)
 
     def set_schedule_policy(self, policy: SchedulePolicy) -> None:
         """Set when collectives are issued, for the whole model, from the next forward or backward on.
@@ -371,9 +371,8 @@ class ScheduleSetters(Owner):
             enable: False goes back to the group of the all-gathers.
             recurse: also for nested sharded modules.
         """
-        for unit in self._units(recurse):
-            for group in unit.groups:
-                group.axis.comm.separate_reductions(enable)
+        for group in self._groups(recurse):
+            group.axis.comm.separate_reductions(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted without effect: collectives read and write the buffers where the data is used, so there is
@@ -402,14 +401,14 @@ class ScheduleSetters(Owner):
             for group in unit.groups:
                 unit.runtime.change(group, **changes)
 
-    def _set_ahead(self, phase: Phase, modules: Sequence[Any]) -> None:
+    def _set_ahead(self, direction: str, modules: Sequence[Any]) -> None:
         for module in modules:
             if not isinstance(module, nn.Module) or not is_sharded(module):
                 raise InputError(f"Expects FSDPModule but got {type(module)}: {module}")
-        unit = self._unit()
-        groups = [group for module in modules for group in unit_of(module).groups]
+        unit, number = self._unit(), self._unit().runtime.table.number
+        numbers = tuple(number(group) for module in modules for group in unit_of(module).groups)
         for group in unit.groups[:1]:
-            unit.runtime.set_ahead(group, phase, groups or None)
+            unit.runtime.change(group, **{direction: numbers or None})
 
     def _set_custom(self, setter: str, **comms: Any) -> None:
         for group in self._groups_on_one_mesh(setter):

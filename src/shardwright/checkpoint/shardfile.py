@@ -248,22 +248,17 @@ def _described(file: str, base: int, name: str, info: dict[str, Any]) -> TensorE
 
 def _write_tensor(sink: Sink, item: Item, at: int) -> tuple[int, int]:
     """Write it from byte ``at`` of the file on: one extent of the file after the other, which the kernel then
-    keeps whole (see ``Window``)."""
+    keeps whole (see ``Window``). Bytes that lie so on the host are taken at once, others in chunks."""
     crc = nbytes = 0
-    for rest in _bytes_of(item):
+    at_once = item.tensor.device.type == "cpu" and item.tensor.is_contiguous()
+    for box in [item.box] if at_once else chunks_of(item.box, item.tensor.element_size()):
+        rest = bytes_of(item.tensor[box.slices_in(item.box)])
         while rest.nbytes:
             part, rest = np.split(rest, [EXTENT_NBYTES - (at + nbytes) % EXTENT_NBYTES])
             crc = crc32(part.data, crc)
             sink.write(part.data)
             nbytes += part.nbytes
     return nbytes, crc
-
-
-def _bytes_of(item: Item) -> Iterator[np.ndarray]:
-    """The bytes of a tensor: at once where they lie so on the host, else in chunks."""
-    at_once = item.tensor.device.type == "cpu" and item.tensor.is_contiguous()
-    for box in [item.box] if at_once else chunks_of(item.box, item.tensor.element_size()):
-        yield bytes_of(item.tensor[box.slices_in(item.box)])
 
 
 class Window:

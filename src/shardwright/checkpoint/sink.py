@@ -5,13 +5,9 @@ import os
 from typing import Protocol
 
 from shardwright.checkpoint.background import Pace
+from shardwright.files import fcntl
 from shardwright.transport.cpu.pages import take_bytes
 from shardwright.transport.cpu.views import view_of
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
 
 _BLOCK_NBYTES = 8 << 20
 _ALIGN = 4096

@@ -20,12 +20,7 @@ from typing import Any, Protocol
 from shardwright import clock
 from shardwright.checkpoint.format import MANIFEST
 from shardwright.errors import warn
-from shardwright.files import open_regular, read_regular
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
+from shardwright.files import fcntl, open_regular, read_regular
 
 LATEST = "latest"
 TORN = ".torn-"

@@ -23,12 +23,7 @@ from fsspec.registry import known_implementations
 
 from shardwright.errors import InputError, MissingExtra, StorageError
 from shardwright.extras import require
-from shardwright.files import open_regular
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
+from shardwright.files import fcntl, open_regular
 
 _OF_THE_EXTRA = ("s3fs", "gcsfs")
 _LOCAL = ("file:", "local:")  # a path on this host, which begins with a slash

@@ -261,21 +261,13 @@ def _of_characters(marked: "list[_Marked | Example]") -> "list[_Marked | Example
 
 def _form(chat: Chat) -> int:
     """A hash of what a template may look at to choose what it writes, the texts left out."""
-    messages = (
-        (
-            message["role"],
-            bool(message["content"].strip()),
-            *(_form_of(call["function"]["arguments"]) for call in message.get("tool_calls", ())),
-            *message,
-        )
-        for message in chat.messages
-    )
+    messages = []
+    for message in chat.messages:
+        given = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+        calls = [(type(arguments), bool(arguments)) for arguments in given]
+        messages.append((message["role"], bool(message["content"].strip()), *calls, *message))
     tools = tuple(map(_key_of_name, chat.tools))
     return hash((tools, repr(chat.template), *messages))
-
-
-def _form_of(arguments: Any) -> tuple[type, bool]:
-    return type(arguments), bool(arguments)
 
 
 def _key_of_name(tool: Message) -> str | None:

@@ -8,7 +8,7 @@ tensor of several pieces, so that a rank reads its own slices of it and nothing 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardwright.checkpoint.format import Manifest, Piece, TensorEntry, prove
+from shardwright.checkpoint.format import Manifest, TensorEntry, prove
 from shardwright.errors import CheckpointError
 from shardwright.hf.library import TensorTarget
 
@@ -41,12 +41,14 @@ def _assemble(target: str, members: list[tuple[TensorTarget, TensorEntry]]) -> T
     if len({(p.dtype, _without(p.shape, place.dim)) for p in parts}) > 1:
         shapes = ", ".join(f"{p.dtype} {list(p.shape)}" for p in parts)
         raise CheckpointError(f"{target} is put together from tensors that don't fit: {shapes}")
-    pieces, at = [], 0
+    pieces, at, dim = [], 0, place.dim
     for part in parts:
-        pieces += [_moved(piece, place.dim, at) for piece in part.pieces]
-        at += part.shape[place.dim]
+        for piece in part.pieces:
+            offset = (*piece.offset[:dim], piece.offset[dim] + at, *piece.offset[dim + 1 :])
+            pieces.append(replace(piece, offset=offset))
+        at += part.shape[dim]
     first = parts[0].shape
-    return TensorEntry((*first[: place.dim], at, *first[place.dim + 1 :]), parts[0].dtype, tuple(pieces))
+    return TensorEntry((*first[:dim], at, *first[dim + 1 :]), parts[0].dtype, tuple(pieces))
 
 
 def _stack(target: str, entries: list[TensorEntry]) -> TensorEntry:
@@ -59,11 +61,6 @@ def _stack(target: str, entries: list[TensorEntry]) -> TensorEntry:
         for piece in entry.pieces
     ]
     return TensorEntry((len(entries), *entries[0].shape), entries[0].dtype, tuple(pieces))
-
-
-def _moved(piece: Piece, dim: int, by: int) -> Piece:
-    offset = (*piece.offset[:dim], piece.offset[dim] + by, *piece.offset[dim + 1 :])
-    return replace(piece, offset=offset)
 
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing.reduction import ForkingPickler
-from types import FrameType
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +23,7 @@ from shardwright.torch_private import before_numbers, local_of, spec_of
 _meshes: set[int] = set()  # hashes: a mesh would keep its process groups
 _allowed = ContextVar("pickle_shards", default=False)  # of a thread: a save in the background isn't allowed
 _PER_RANK = "_kept_per_rank"
+_BETWEEN = ("shardwright.", "torch.distributed.tensor")  # who asks for a number, and this
 _MIXED = "got mixed torch.Tensor and DTensor"
 _REMEDY = (
     "The DTensor may be a sharded parameter at rest, of which this rank has only its rows: a parameter is "
@@ -93,14 +93,9 @@ def _read_by_torch() -> bool:
     """Whether torch's own code reads it, which is written for DTensors and means this rank's part: that of
     ``nn.init.trunc_normal_`` draws again where its own rows ask for it."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and _is_between(frame):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(_BETWEEN):
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).startswith("torch.")
-
-
-def _is_between(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.startswith(("shardwright.", "torch.distributed.tensor"))
 
 
 def _check_whole(tensor: DTensor) -> None:

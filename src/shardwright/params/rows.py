@@ -38,11 +38,6 @@ class Rows:
         self.wanted: torch.Tensor | None = None
         self._layout = layout
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the weight."""
-        return self._layout.rows
-
     @contextmanager
     def wanted_by(self, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """While the group is unsharded for this call of ``module``, the rows that it looks up suffice."""
@@ -51,7 +46,7 @@ class Rows:
         alone = len(forward_pre_hooks_of(module)) == len(forward_hooks_of(module)) == 1
         as_built = not any(callable(value) for value in module.__dict__.values())
         if alone and as_built and len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):
-            self.wanted = rows_in(inputs[0], self.num_rows)
+            self.wanted = rows_in(inputs[0], self._layout.rows)
         try:
             yield
         finally:
@@ -121,7 +116,8 @@ class _Exchange:
         self._comm, self._layout = comm, layout
         nbytes = -(-layout.rows // 8)
         self._bits = torch.empty(comm.world, nbytes, dtype=torch.uint8, device=used.device)
-        self._bits[comm.rank] = _pack(used)
+        eights = F.pad(used.to(torch.uint8), (0, -used.numel() % 8)).view(-1, 8)
+        self._bits[comm.rank] = (eights << _places(used.device)).sum(1, dtype=torch.uint8)
         spans = equal_spans(nbytes, comm.world)
         self._gather = comm.all_gather([Segment(self._bits.view(-1), spans)], key)
 
@@ -186,12 +182,6 @@ def _rows_with_bits(flat: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
     words = flat.view(torch.uint8).view(_WORDS[size]).view(layout.rows, -1)
     least, most = torch.aminmax(words, dim=1)  # 1.3 ms for 16 MiB; any() takes 7-13 (measured)
     return (least != 0) | (most != 0)
-
-
-def _pack(bits: torch.Tensor) -> torch.Tensor:
-    """Bool [n] -> uint8 [ceil(n / 8)]."""
-    eights = F.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
-    return (eights << _places(bits.device)).sum(1, dtype=torch.uint8)
 
 
 def _unpack(packed: torch.Tensor, numel: int) -> torch.Tensor:

@@ -154,22 +154,18 @@ class ExtendedParam(ShardedParam):
             for storage, nbytes in self._inner:
                 storage.resize_(nbytes)
             post(outputs, self._metadata, dtype, out=self.unsharded)
-            self._drop_outputs()
-            return
-        made, inner = post(outputs, self._metadata, dtype)
-        if made.shape != self.spec.shape:  # padded like its inputs
-            made = torch.as_strided(made, self.spec.shape, self.spec.stride, 0)
-        storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in inner)}
-        for output in outputs:
-            # It arrived in a buffer's, which frees it itself.
-            storages.pop(output.untyped_storage().data_ptr(), None)
-        self._inner = tuple((storage, storage.nbytes()) for storage in storages.values())
-        self._expose(nn.Parameter(made, requires_grad=self.trainable))
-        self._made = True
-        self._drop_outputs()
-
-    def _drop_outputs(self) -> None:
-        """Free what was gathered, if the class says that the unsharded parameter doesn't read it."""
+        else:
+            made, inner = post(outputs, self._metadata, dtype)
+            if made.shape != self.spec.shape:  # padded like its inputs
+                made = torch.as_strided(made, self.spec.shape, self.spec.stride, 0)
+            storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in inner)}
+            for output in outputs:
+                # It arrived in a buffer's, which frees it itself.
+                storages.pop(output.untyped_storage().data_ptr(), None)
+            self._inner = tuple((storage, storage.nbytes()) for storage in storages.values())
+            self._expose(nn.Parameter(made, requires_grad=self.trainable))
+            self._made = True
+        # What was gathered, if the class says that the unsharded parameter doesn't read it.
         asks = getattr(self.local, RELEASE, None)
         if asks is not None and asks():
             self._free_arrival()

@@ -183,7 +183,8 @@ class StepEvents:
                 for owner in unit.owners:
                     self._leave(owner)
         if unit.owners and torch.is_grad_enabled():
-            call.read = tuple(each for each in unit.owners if self._was_read(each))
+            unread = {owner for owner, deferred in self._deferred.items() if not deferred.was_read}
+            call.read = tuple(each for each in unit.owners if each not in unread)
             hooked = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
             hooked = [leaf for leaf in hooked if leaf.requires_grad and not leaf.is_leaf]
             for leaf in hooked:
@@ -198,9 +199,6 @@ class StepEvents:
         self._users[owner] -= 1
         if not self._users[owner]:
             self._tell(EventKind.FORWARD_END, [owner])
-
-    def _was_read(self, owner: int) -> bool:
-        return owner not in self._deferred or self._deferred[owner].was_read
 
     # ---- backward
 

@@ -100,17 +100,17 @@ def measured_device(dtype: torch.dtype = torch.bfloat16, share: float = 1.0) -> 
     peak_flops, narrow = _matmuls(timer, device, dtype)
     source, target = (torch.empty(1 << 26, dtype=torch.uint8, device=device) for _ in range(2))
     bandwidth = 2 * source.nbytes / timer.seconds(lambda: target.copy_(source))
-    small = torch.zeros(1, device=device)
+    small, of_host = torch.zeros(1, device=device), device.type == "cpu"
     spec = DeviceSpec(
         name=_name(device),
         peak_flops=peak_flops,
-        memory_nbytes=float(_memory_nbytes(device)),
+        memory_nbytes=float(total_nbytes() if of_host else torch.accelerator.get_memory_info(device)[1]),
         memory_bandwidth=bandwidth,
         link_bandwidth=0.0,
         matmul=1.0,
         attention=min(_attention(timer, device, dtype) / peak_flops, 1.0),
         ring=1.0,
-        reserved=1.0 if device.type == "cpu" else DeviceSpec.reserved,
+        reserved=1.0 if of_host else DeviceSpec.reserved,
         dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]  # checked there
         source="measured",
     )
@@ -298,9 +298,3 @@ def _name(device: torch.device) -> str:
         return f"CPU, {torch.get_num_threads()} threads"
     module = torch.get_device_module(device)
     return str(module.get_device_name(device))
-
-
-def _memory_nbytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return total_nbytes()
-    return torch.accelerator.get_memory_info(device)[1]

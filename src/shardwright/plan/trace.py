@@ -6,7 +6,7 @@ memory that was taken and given back since the one before, among the events that
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -283,7 +283,9 @@ def _op(
         return Op(OpKind.ATTENTION, _attention_flops(base, args), nbytes, dtype=_dtype(base, inputs))
     flops = _matmul_flops(function, args, kwargs, out)
     if flops is not None:
-        return Op(OpKind.MATMUL, flops, nbytes, _narrowest(inputs, outputs), dtype=_dtype(base, inputs))
+        sizes = [size for tensor in (*inputs, *outputs) if tensor.dim() > 1 for size in tensor.shape[-2:]]
+        narrowest = float(min(sizes, default=1))
+        return Op(OpKind.MATMUL, flops, nbytes, narrowest, dtype=_dtype(base, inputs))
     if base == "embedding":  # it reads the rows that it looks up
         nbytes = 2.0 * sum(tensor.numel() * tensor.itemsize for tensor in outputs)
     return Op(OpKind.MEMORY, 0.0, nbytes)
@@ -305,18 +307,17 @@ def multiplied_in(dtype: torch.dtype, convolves: bool = False) -> str:
 
 
 def _matmul_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float | None:
-    """Return None for what is no matmul."""
+    """Return None for what is no matmul.
+
+    Of grouped ones it counts the rows of each group: with a matrix of its own, or (for the gradients of
+    these, which have three dims) with other rows of it.
+    """
     if str(function) == "aten._grouped_mm.default":
-        return _grouped_flops(args[0], args[1], out)
+        rows, others = args[:2]
+        of_rows = rows.dim() == 2 and out.dim() == 3
+        return 2.0 * (rows.numel() * others.shape[-1] if of_rows else out.numel() * rows.shape[-1])
     count = flop_registry.get(function.overloadpacket)
     return None if count is None else float(count(*args, **kwargs, out_val=out))
-
-
-def _grouped_flops(a: Tensor, b: Tensor, out: Tensor) -> float:
-    """Count matmuls of the rows of each group: with a matrix of its own, or (for the gradients of these,
-    which have three dims) with other rows of it."""
-    of_rows = a.dim() == 2 and out.dim() == 3
-    return 2.0 * (a.numel() * b.shape[-1] if of_rows else out.numel() * a.shape[-1])
 
 
 def _attention_flops(base: str, args: tuple[Any, ...]) -> float:
@@ -327,12 +328,6 @@ def _attention_flops(base: str, args: tuple[Any, ...]) -> float:
     causal = any(arg is True for arg in args)
     flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1]) / (2 if causal else 1)
     return flops * (2.5 if is_backward else 1)
-
-
-def _narrowest(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> float:
-    """The least size of the matrices of a matmul."""
-    sizes = [size for tensor in (*inputs, *outputs) if tensor.dim() > 1 for size in tensor.shape[-2:]]
-    return float(min(sizes, default=1))
 
 
 # ---- events

@@ -6,7 +6,7 @@ rows. A weight without a codec is *plain*: it travels cast to ``param_dtype``.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,13 +57,6 @@ class Encoding:
 def scales_name(name: str, codec: Codec) -> str:
     """The name of the parameter that holds the scales of ``name``."""
     return f"{name}_{codec.scales}"
-
-
-def set_compute_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> Encoding:
-    """From now on decode that weight to ``dtype``."""
-    table = encodings(module)
-    table[name] = replace(table[name], compute_dtype=dtype)
-    return table[name]
 
 
 def encode_entries(module: nn.Module, state: dict[str, Any], prefix: str) -> None:

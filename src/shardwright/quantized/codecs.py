@@ -9,9 +9,6 @@ from shardwright.quantized.codec import Codec
 
 def _encode_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounded to 255 levels of each row's largest magnitude: int8 ``[..., cols]``, float32 ``[..., 1]``."""
-    if weight.is_meta:
-        codes = weight.new_empty(weight.shape, dtype=torch.int8)
-        return codes, weight.new_empty((*weight.shape[:-1], 1), dtype=torch.float32)
     rows = weight.detach().float()
     scale = rows.abs().amax(-1, keepdim=True) / 127
     codes = torch.where(scale > 0, rows / scale, 0.0).round_().to(torch.int8)

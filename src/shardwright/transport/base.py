@@ -1,10 +1,9 @@
 """What the rest of the house knows of a transport: the :class:`Comm` protocol and the data it moves."""
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -281,7 +280,7 @@ class Comm(Protocol):
         """The ranks' ``words``, combined one by one; otherwise as ``exchange``. A word may be taken twice:
         ``combine(a, a) == a``, and it is associative and commutative."""
         rows = self.exchange(words, key)
-        return [functools.reduce(combine, column) for column in zip(*rows, strict=True)]
+        return [reduce(combine, column) for column in zip(*rows, strict=True)]
 
 
 class AllReduce:

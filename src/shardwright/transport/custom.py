@@ -6,6 +6,7 @@ out of it; each rank's part is padded to the longest one.
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -67,9 +68,7 @@ class CustomComm(Comm):
         """See ``Comm.reduce_scatter``. One tensor in the widest reduce dtype."""
         if self.custom_reduce_scatter is None or not segments:
             return self.inner.reduce_scatter(segments, dtypes, key)
-        dtype = dtypes[0]
-        for other in dtypes[1:]:
-            dtype = torch.promote_types(dtype, other)
+        dtype = reduce(torch.promote_types, dtypes)
         comm, device = self.custom_reduce_scatter, segments[0].flat.device
         longest = [segment.spans.longest for segment in segments]
         sent = comm.allocate((sum(longest) * self.world,), dtype=dtype, device=device)

@@ -27,19 +27,15 @@ if TYPE_CHECKING:
     from shardwright.xla.step import TrainStep, make_train_step
     from shardwright.xla.wrap import size_based_policy
 
-_FILE_OF = {
-    "AdamW": "optim",
-    "SGD": "optim",
-    "TrainStep": "step",
-    "full_state_dict": "state",
-    "fully_shard": "shard",
-    "load_full_state_dict": "state",
-    "make_mesh": "mesh",
-    "make_train_step": "step",
-    "materialize": "state",
-    "size_based_policy": "wrap",
-    "stats": "state",
+_NAMES = {
+    "mesh": "make_mesh",
+    "optim": "AdamW SGD",
+    "shard": "fully_shard",
+    "state": "full_state_dict load_full_state_dict materialize stats",
+    "step": "TrainStep make_train_step",
+    "wrap": "size_based_policy",
 }
+_FILE_OF = {name: file for file, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "SGD",

@@ -51,9 +51,10 @@ def save_rank_files(ckpt_prefix: str, model: nn.Module, step: TrainStep | None =
 
 
 def _write(ckpt_prefix: str, spmd: SpmdModel, step: TrainStep | None) -> list[Path]:
-    """Write the files of this process's devices."""
+    """Write the files of this process's devices, among the sharding devices of the first copy."""
     world, paths = spmd.axes.world, []
-    for rank, device in _own_ranks(spmd):
+    row = enumerate(spmd.axes.mesh.devices.reshape(-1, world)[0])
+    for rank, device in [(i, each) for i, each in row if each.process_index == jax.process_index()]:
         path = Path(f"{ckpt_prefix}_rank-{rank:08d}-of-{world:08d}.pth")
         content: dict[str, Any] = {"model": {}, "shard_metadata": _metadata(spmd, rank)}
         for unit in spmd.units:
@@ -281,12 +282,6 @@ def _buffers(spmd: SpmdModel) -> dict[str, torch.Tensor]:
             parts += [part, WRAPPED] if id(module) in owners else [part]
         found[".".join([*parts, name.rpartition(".")[2]])] = value
     return found
-
-
-def _own_ranks(spmd: SpmdModel) -> list[tuple[int, Any]]:
-    """``(rank, device)`` of the first copy's sharding devices that belong to this process."""
-    row = spmd.axes.mesh.devices.reshape(-1, spmd.axes.world)[0]
-    return [(rank, d) for rank, d in enumerate(row) if d.process_index == jax.process_index()]
 
 
 def _shard(array: Any, device: Any) -> torch.Tensor:

@@ -25,8 +25,44 @@ from shardwright.errors import CheckpointError, ConfigError
 FORMATS = ("shardwright", "safetensors", "dcp", "torch", "fairscale", "xla")
 """Those of ``shardwright.checkpoint.tools.Format``."""
 _PATH = "a checkpoint, a folder of them (then its latest complete one), or the URL of either"
-_JSON = "print one object instead"
+
 _CODES = "Exit code 1: damage, NaN or differences were found, or it can't be opened."
+
+_VERBS = {
+    "inspect": (
+        "list what is in it, with NaN and constant tensors",
+        f"List the tensors of a checkpoint, and which of them hold NaN or one value only. {_CODES}",
+        "runs/quickstart/checkpoint",
+    ),
+    "verify": (
+        "read every byte, compare every checksum",
+        f"Read every byte of a checkpoint, and compare every checksum. {_CODES}",
+        "runs/quickstart/checkpoint",
+    ),
+    "seal": (
+        "store checksums of a folder that torch saved, for verify",
+        "Store the checksums of a folder of torch.distributed.checkpoint, or of any other files, in one file "
+        f"beside them, so that verify finds every byte that changes. {_CODES}",
+        "saved/step-100",
+    ),
+    "diff": (
+        "compare two, bit by bit, whatever their pieces",
+        f"Compare two checkpoints, bit by bit, however many ranks wrote each. {_CODES}",
+        "runs/first/checkpoint runs/second/checkpoint",
+    ),
+    "convert": (
+        "write the weights in another format",
+        "Write the weights of a checkpoint in the format of another library.",
+        "runs/quickstart/checkpoint dcp --to dcp",
+    ),
+    "consolidate": (
+        "write the weights as plain safetensors",
+        "Write the weights of a checkpoint as plain safetensors, whole; or join the files of ranks that "
+        "XlaFullyShardedDataParallel has left.",
+        "runs/quickstart/checkpoint weights --dtype bfloat16",
+    ),
+}
+"""What it can do: the purpose and the description of each, and an example of its arguments."""
 
 
 def add_commands(commands: Any) -> None:
@@ -40,83 +76,22 @@ def add_commands(commands: Any) -> None:
     )
     parser.set_defaults(call=work("checkpoint", _check))
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for add in (_add_inspect, _add_verify, _add_seal, _add_diff, _add_convert, _add_consolidate):
-        add(verbs)
-
-
-def _add_inspect(verbs: Any) -> None:
-    inspect = add_verb(
-        verbs,
-        "inspect",
-        f"List the tensors of a checkpoint, and which of them hold NaN or one value only. {_CODES}",
-        "shardwright checkpoint inspect runs/quickstart/checkpoint",
-        purpose="list what is in it, with NaN and constant tensors",
+    inspect, verify, seal, diff, convert, consolidate = (
+        add_verb(verbs, name, description, f"shardwright checkpoint {name} {example}", purpose=purpose)
+        for name, (purpose, description, example) in _VERBS.items()
     )
-    inspect.add_argument("path", metavar="PATH", help=_PATH)
+    for verb in (inspect, verify):
+        verb.add_argument("path", metavar="PATH", help=_PATH)
     inspect.add_argument("--no-values", action="store_true", help="list only; don't read the tensors")
-    inspect.add_argument("--json", action="store_true", help=_JSON)
-
-
-def _add_verify(verbs: Any) -> None:
-    verify = add_verb(
-        verbs,
-        "verify",
-        f"Read every byte of a checkpoint, and compare every checksum. {_CODES}",
-        "shardwright checkpoint verify runs/quickstart/checkpoint",
-        purpose="read every byte, compare every checksum",
-    )
-    verify.add_argument("path", metavar="PATH", help=_PATH)
-    verify.add_argument("--json", action="store_true", help=_JSON)
-
-
-def _add_seal(verbs: Any) -> None:
-    seal = add_verb(
-        verbs,
-        "seal",
-        "Store the checksums of a folder of torch.distributed.checkpoint, or of any other files, in one file "
-        f"beside them, so that verify finds every byte that changes. {_CODES}",
-        "shardwright checkpoint seal saved/step-100",
-        purpose="store checksums of a folder that torch saved, for verify",
-    )
     seal.add_argument("path", metavar="FOLDER", help="its files are only read")
-
-
-def _add_diff(verbs: Any) -> None:
-    diff = add_verb(
-        verbs,
-        "diff",
-        f"Compare two checkpoints, bit by bit, however many ranks wrote each. {_CODES}",
-        "shardwright checkpoint diff runs/first/checkpoint runs/second/checkpoint",
-        purpose="compare two, bit by bit, whatever their pieces",
-    )
     diff.add_argument("a", metavar="A", help=_PATH)
     diff.add_argument("b", metavar="B", help="the other one")
-    diff.add_argument("--json", action="store_true", help=_JSON)
-
-
-def _add_convert(verbs: Any) -> None:
-    convert = add_verb(
-        verbs,
-        "convert",
-        "Write the weights of a checkpoint in the format of another library.",
-        "shardwright checkpoint convert runs/quickstart/checkpoint dcp --to dcp",
-        purpose="write the weights in another format",
-    )
+    for verb in (inspect, verify, diff):
+        verb.add_argument("--json", action="store_true", help="print one object instead")
     convert.add_argument("src", metavar="SRC", help=_PATH)
     convert.add_argument("dst", metavar="DST", help="a folder, or a file for torch, that doesn't exist yet")
     convert.add_argument("--to", required=True, choices=FORMATS)
     convert.add_argument("--ranks", type=at_least_1, default=1, help="of per-rank files (fairscale, xla)")
-
-
-def _add_consolidate(verbs: Any) -> None:
-    consolidate = add_verb(
-        verbs,
-        "consolidate",
-        "Write the weights of a checkpoint as plain safetensors, whole; or join the files of ranks that "
-        "XlaFullyShardedDataParallel has left.",
-        "shardwright checkpoint consolidate runs/quickstart/checkpoint weights --dtype bfloat16",
-        purpose="write the weights as plain safetensors",
-    )
     consolidate.add_argument("path", metavar="PATH", nargs="?", help=_PATH)
     consolidate.add_argument("out", metavar="OUT", nargs="?", help="a folder that doesn't exist yet")
     consolidate.add_argument("--dtype", choices=DTYPES, help="convert floating weights to it")

@@ -9,7 +9,7 @@ Beside them the group's parameters of tensor subclasses that encode themselves (
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shardwright.params.binding import Buffer, bind
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.quantized import encodings
-from shardwright.quantized.codec import Encoding, scales_name, set_compute_dtype
+from shardwright.quantized.codec import Encoding, scales_name
 from shardwright.schedule.layout import GroupLayout, ParamLayout, pack
 from shardwright.transport.base import Segment, copy_together
 
@@ -119,7 +119,8 @@ class Decoding:
                 # A codec packs bits into whatever dtype; to cast it would be to change the weight.
                 part.kept_dtype = True
             for site in pair.codes.sites:
-                set_compute_dtype(site.module, site.name, policy.param_dtype or pair.encoding.dtype)
+                table, dtype = encodings(site.module), policy.param_dtype or pair.encoding.dtype
+                table[site.name] = replace(table[site.name], compute_dtype=dtype)
         self.frozen = every
         self.extended: list[Any] = [param for param in params if param.extended]
         self._policy = policy

@@ -266,10 +266,9 @@ class GradientState:
 
     def fly(self, source: GradPlace, place: GradPlace, reduction: Reduction) -> None:
         """What waits at ``source`` is now in this collective."""
-        params = list(self.at.get(source, {}))
+        params = list(self.at.pop(source, {}))
         self.flying[place] = reduction, params
         self.at[place] = dict.fromkeys(params)
-        self.at.pop(source, None)
 
     def land(self, place: GradPlace) -> Grads:
         """Wait for the collective there; the sums that it brings of what wasn't cleared or dropped since."""

@@ -8,7 +8,6 @@ from weakref import WeakSet
 
 from shardwright.engine.groups.gatherer import has_lookup
 from shardwright.engine.groups.group import ParamGroup, gathered_nbytes, grad_nbytes
-from shardwright.params.param import ShardedParam
 from shardwright.policy import SchedulePolicy, Wire
 from shardwright.schedule.schedule import Event, EventKind, GroupSpec, Phase
 from shardwright.transport.base import Comm
@@ -71,11 +70,6 @@ class GroupTable:
         groups = self.groups
         self.labels = tuple(Label(each.name, gathered_nbytes(each), grad_nbytes(each)) for each in groups)
 
-    def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
-        """Give ``group`` other parameters; all at rest."""
-        group.regroup(params)
-        self.chosen = False
-
     def holds_any(self, params: Sequence[Any]) -> bool:
         """Whether any of these sharded parameters is one of its groups'."""
         asked = {id(param) for param in params}
@@ -84,10 +78,6 @@ class GroupTable:
     def number(self, group: ParamGroup) -> int:
         """The group's place in ``groups``."""
         return self._index[group]
-
-    def change(self, group: ParamGroup, **changes: Any) -> None:
-        """Replace fields of what was asked of ``group``."""
-        self.requested[group] = replace(self.requested[group], **changes)
 
     def effective(self, index: int) -> GroupSpec:
         """What the scheduler knows of a group: what was asked of it, with what follows for rows in use; its
@@ -113,7 +103,9 @@ class GroupTable:
 
     def choose(self, policy: SchedulePolicy) -> None:
         """Have groups move rows in use only, or send what has changed, as ``policy`` says."""
-        left = _copies_nbytes(self.groups, policy)
+        # Bytes that the copies of all groups may take on this rank.
+        comms = [group.axis.comm.network for group in self.groups if _may_code(group, policy)]
+        left = min((free_nbytes(comm) / 4 for comm in comms), default=inf)
         for group in self.groups:
             sends, nbytes = _sends(group, policy), gathered_nbytes(group)
             if sends.changes and nbytes > left:
@@ -148,9 +140,3 @@ def _sends(group: ParamGroup, policy: SchedulePolicy) -> Sends:
         share = frozen / sum(p.layout.numel for p in group.params)
         return what_pays(measured(group.axis.comm.network), share)
     return WHOLE if policy.wire is Wire.PLAIN else Sends(changes=True, codes=True, gradients=True)
-
-
-def _copies_nbytes(groups: Sequence[ParamGroup], policy: SchedulePolicy) -> float:
-    """Bytes that the copies of all groups may take on this rank."""
-    comms = [group.axis.comm.network for group in groups if _may_code(group, policy)]
-    return min((free_nbytes(comm) / 4 for comm in comms), default=inf)

@@ -17,7 +17,7 @@ from shardwright.engine.listeners import listeners
 from shardwright.engine.step import batches
 from shardwright.policy import Agreement
 from shardwright.schedule.recorded import bits
-from shardwright.schedule.schedule import Action, ActionKind, Event, Phase, event_in_words
+from shardwright.schedule.schedule import Action, ActionKind, Event, Phase
 from shardwright.schedule.sync import Local
 from shardwright.transport.base import Comm
 from shardwright.transport.cpu.pages import allocated_nbytes
@@ -82,30 +82,13 @@ class Memory:
             self.counted[group] = held_nbytes
         self.peak_nbytes = max(self.peak_nbytes, before_nbytes, self.now_nbytes + freed_nbytes)
 
-    def recount(self, groups: Iterable[ParamGroup]) -> None:
-        """Count anew; all of them. Counting may have been interrupted."""
-        self.now_nbytes = 0
-        self.counted.clear()
-        self.count(groups)
-
-    def check_unshard(self, groups: Sequence[ParamGroup]) -> None:
-        """Raises: OutOfMemory where the budget has no room for the buffers of ``groups``."""
+    def check(self, doing: str, more_nbytes: int = 0) -> None:
+        """Raises: OutOfMemory where the budget has no room for ``more_nbytes``, which ``doing`` it takes."""
         assert self.budget is not None
-        more_nbytes = sum([group.arriving_nbytes - group.held_nbytes for group in groups])
         if not self.budget.has_room(more_nbytes):
-            self._refuse(more_nbytes, f"unsharding {', '.join(group.name for group in groups)}")
-
-    def check_event(self, event: Event, group: ParamGroup | None) -> None:
-        """Raises: OutOfMemory where more than the budget is held before the actions of an event."""
-        assert self.budget is not None
-        if not self.budget.has_room(0):
-            self._refuse(0, event_in_words(event.kind, "" if group is None else group.name))
-
-    def _refuse(self, more_nbytes: int, doing: str) -> None:
-        assert self.budget is not None
-        error = self.budget.error(more_nbytes, dist.get_rank() if dist.is_initialized() else 0, doing)
-        listeners.amend(error)  # in a backward nobody else sees it on its way
-        raise error
+            error = self.budget.error(more_nbytes, dist.get_rank() if dist.is_initialized() else 0, doing)
+            listeners.amend(error)  # in a backward nobody else sees it on its way
+            raise error
 
 
 class Executor:
@@ -128,18 +111,10 @@ class Executor:
         self.pending_steps: dict[int, dict[Callable[[], None], None]] = {}
         self.asked: set[int] = set()
         self._paging: set[Streams] = set()  # by which steps inside of the backward put their state back
-        self._compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
+        self.compared: set[int] = set()  # ids of transports on which all ranks hold the same groups
+        # Each by the method of its name: ``_wait_reduce`` for WAIT_REDUCE.
         self.do: dict[ActionKind, Callable[[Action], None]] = {
-            ActionKind.UNSHARD: self._unshard,
-            ActionKind.PARTICIPATE: self._participate,
-            ActionKind.WAIT: self._wait,
-            ActionKind.RESHARD: self._reshard,
-            ActionKind.HOLD: self._hold,
-            ActionKind.REDUCE: self._reduce,
-            ActionKind.WAIT_REDUCE: self._wait_reduce,
-            ActionKind.ALL_REDUCE: self._all_reduce,
-            ActionKind.STEP: self._step,
-            ActionKind.FINALIZE: self._finalize,
+            kind: getattr(self, f"_{kind.name.lower()}") for kind in ActionKind
         }
 
     # ---- all-gathers
@@ -148,7 +123,8 @@ class Executor:
         """Issue the all-gather of groups together; those that aren't at rest participate for other ranks."""
         groups = [self.table.groups[index] for index in action.groups]
         if self.memory.budget is not None:
-            self.memory.check_unshard(groups)
+            more_nbytes = sum([group.arriving_nbytes - group.held_nbytes for group in groups])
+            self.memory.check(f"unsharding {', '.join(group.name for group in groups)}", more_nbytes)
         self._compare(group.axis.comm for group in groups)
         kept = [g.held_nbytes for g in groups if action.smaller and g.stage is Stage.SHARDED]
         try:
@@ -279,32 +255,17 @@ class Executor:
         for axis in (group.axis for group in self.table.groups):
             self._compare(comm for comm in (axis.comm, axis.replicate) if comm is not None)
 
-    def compare_again(self) -> None:
-        """Ask anew whether all ranks hold the same groups, since they are others than before."""
-        self._compared.clear()
-
     def _compare(self, comms: Iterable[Comm]) -> None:
         """Before the first collective on an axis, which needs the same ranks."""
         for comm in comms:
-            if comm.world > 1 and id(comm) not in self._compared:
+            if comm.world > 1 and id(comm) not in self.compared:
                 from shardwright.engine.step.same_model import check_same_model  # noqa: PLC0415 several ranks
 
                 groups = [g for g in self.table.groups if comm is g.axis.comm or comm is g.axis.replicate]
                 check_same_model(comm, groups, self.agreement)
-                self._compared.add(id(comm))
+                self.compared.add(id(comm))
 
     # ---- between phases
-
-    def regroup(self, group: ParamGroup) -> None:
-        """Follow a group that has got other parameters."""
-        self.memory.count([group])
-        self.compare_again()
-
-    def absorb(self, other: "Executor") -> None:
-        """Count the bytes of the groups of a model that became part of this one."""
-        self.compare_again()
-        self.memory.peak_nbytes = max(self.memory.peak_nbytes, other.memory.peak_nbytes)
-        self.memory.count(self.table.groups)
 
     def forget_stale(self) -> None:
         """Reshard what no longer shows the shards as they are, and what a phase that failed has left in
@@ -334,7 +295,10 @@ class Executor:
         self.reshard_unsharded()
         for group in self.table.groups:
             restore(group)
-        self.memory.recount(self.table.groups)
+        # Anew, and all of them: counting may have been interrupted.
+        self.memory.now_nbytes = 0
+        self.memory.counted.clear()
+        self.memory.count(self.table.groups)
 
     def reshard_unsharded(self) -> None:
         """Reshard what is unsharded; what is still being gathered stays so, since nothing is waited for."""

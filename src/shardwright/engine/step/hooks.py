@@ -258,7 +258,8 @@ class ModuleHooks:
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = tree_flatten((args, kwargs))
-        if any(tensor.requires_grad for tensor in opaque_tensors_in(leaves)):
+        objects = [leaf for leaf in leaves if not isinstance(leaf, (*_PLAIN, torch.Tensor))]
+        if any(tensor.requires_grad for tensor in tensors_in(objects)):
             # Those can't be replaced by aliases, and without them nobody knows when the module's share of
             # the gradient is done: then the end of the backward reshards.
             return args, kwargs
@@ -452,13 +453,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 waiting.extend(_inside(leaf))
 
 
-def opaque_tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that are attributes of objects, where ``map_tensors`` can't put others in their place."""
-    for leaf in tree_leaves(value):
-        if not isinstance(leaf, (*_PLAIN, torch.Tensor)):
-            yield from tensors_in(leaf)
-
-
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``value`` with every tensor changed: containers and dataclasses are made anew, other objects kept."""
 
@@ -485,10 +479,6 @@ def cast_floating(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _inside(leaf: Any) -> list[Any]:
     if isinstance(leaf, set | frozenset):
         return list(leaf)
-    slots = (name for cls in type(leaf).__mro__ for name in _slot_names(cls))
+    declared = (cls.__dict__.get("__slots__", ()) for cls in type(leaf).__mro__)
+    slots = (name for names in declared for name in ((names,) if isinstance(names, str) else names))
     return [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, n) for n in slots if hasattr(leaf, n))]
-
-
-def _slot_names(cls: type) -> tuple[str, ...]:
-    names = cls.__dict__.get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(names)

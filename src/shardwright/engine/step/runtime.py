@@ -26,7 +26,16 @@ from shardwright.params.param import ShardedParam
 from shardwright.policy import Agreement, SchedulePolicy, Wire
 from shardwright.schedule.follower import Follower
 from shardwright.schedule.following import Mode
-from shardwright.schedule.schedule import BEGINS, Action, ActionKind, EventKind, GroupSpec, Phase, Schedule
+from shardwright.schedule.schedule import (
+    BEGINS,
+    Action,
+    ActionKind,
+    EventKind,
+    GroupSpec,
+    Phase,
+    Schedule,
+    event_in_words,
+)
 from shardwright.schedule.sync import Step
 from shardwright.torch_private import beneath_transforms
 from shardwright.transport.process import process_state
@@ -104,26 +113,28 @@ class Runtime:
     def add(self, group: ParamGroup, reshard_after_forward: bool | None) -> None:
         """Take a group into the model. Forgets the schedule: the next step records a new one."""
         self.table.add(group, GroupSpec(reshard_after_forward))
-        self.executor.compare_again()
         self._forget()
 
     def absorb(self, other: "Runtime") -> None:
         """Take in the groups of a model that became part of this one; both at rest."""
         other.rest()
         self.table.absorb(other.table)
-        self.executor.absorb(other.executor)
+        memory = self.executor.memory
+        memory.peak_nbytes = max(memory.peak_nbytes, other.executor.memory.peak_nbytes)
+        memory.count(self.groups)
         self._forget()
         other.successor = self
 
     def regroup(self, group: ParamGroup, params: Sequence[ShardedParam]) -> None:
         """Give ``group`` other parameters; all at rest. Forgets the schedule."""
-        self.table.regroup(group, params)
-        self.executor.regroup(group)
+        group.regroup(params)
+        self.table.chosen = False
+        self.executor.memory.count([group])
         self._forget()
 
     def change(self, group: ParamGroup, **changes: Any) -> None:
         """Replace fields of what was asked of ``group``, from the next phase on."""
-        self.table.change(group, **changes)
+        self.table.requested[group] = replace(self.table.requested[group], **changes)
         self._replan()
 
     def requested(self, group: ParamGroup) -> GroupSpec:
@@ -166,17 +177,10 @@ class Runtime:
             require("wire", "zstandard")
         # The follower's mode and the channel are made for one way of agreeing.
         if policy.agreement is not self.policy.agreement:
-            self.executor.compare_again()
             self._forget()
         self.policy = policy
         self.table.chosen = False
         self._replan()
-
-    def set_ahead(self, group: ParamGroup, phase: Phase, ahead: Sequence[ParamGroup] | None) -> None:
-        """Groups to gather when ``group`` begins in a phase, instead of the next ones; None: the next."""
-        listed = None if ahead is None else tuple(map(self.table.number, ahead))
-        name = "ahead_in_backward" if phase is Phase.BACKWARD else "ahead_in_forward"
-        self.change(group, **{name: listed})
 
     @property
     def schedule(self) -> Schedule:
@@ -191,6 +195,8 @@ class Runtime:
             self._follower.replan(self.policy, self.table.specs())
 
     def _forget(self) -> None:
+        """The groups, or how ranks agree, are others than before: whether all hold the same is asked anew."""
+        self.executor.compared.clear()
         self._follower, self.table.labels = None, ()
 
     # ---- phases
@@ -268,7 +274,7 @@ class Runtime:
                 follower.settles = self._consensus.settles = self.step.is_last_backward
             memory = self.executor.memory
             if memory.budget is not None:
-                memory.check_event(event, group)
+                memory.check(event_in_words(kind, "" if group is None else group.name))
             for watcher in memory.watchers:
                 watcher(event, group, False)
             with beneath_transforms():
@@ -309,16 +315,9 @@ class Runtime:
                     self.executor.reshard_unsharded()
             elif not run.nested and run.phase is Phase.BACKWARD and self.step.is_last_backward:
                 process_state.recorder.end_backward()
+            inside = run.nested or failed
             process_state.recorder.write(
-                (
-                    PHASE,
-                    self.table.labels,
-                    run.phase,
-                    False,
-                    run.nested or failed,
-                    start,
-                    clock.perf_counter(),
-                )
+                (PHASE, self.table.labels, run.phase, False, inside, start, clock.perf_counter())
             )
         for tell in () if self._runs else tuple(self.table.around):
             tell(None)

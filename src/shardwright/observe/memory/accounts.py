@@ -74,7 +74,8 @@ def _known(names: dict[ParamGroup, str], device: torch.device) -> list[Amount]:
         tally.add(Category.STATES, name, [param.local for param in group.params])
         for param in group.params:
             tally.add(Category.STATES, name, states.get(id(param.sharded), {}).values())
-            tally.add(Category.GRADIENTS, name, [_real(param.sharded.grad)])
+            mark = mark_of(param.sharded.grad)
+            tally.add(Category.GRADIENTS, name, [param.sharded.grad if mark is None else mark.earlier])
         tally.add(Category.GRADIENTS, name, [face.param.grad for face in faces])
         gradients = group.reducer.gradients
         tally.add(Category.GRADIENTS, name, _tensors_of(gradients.at))
@@ -86,11 +87,6 @@ def _known(names: dict[ParamGroup, str], device: torch.device) -> list[Amount]:
             coded = sum(each.nbytes for each in kept if each is not None)
             tally.amounts.append(Amount(Category.TRANSPORT, name, coded))
     return tally.amounts
-
-
-def _real(grad: torch.Tensor | None) -> torch.Tensor | None:
-    mark = mark_of(grad)
-    return grad if mark is None else mark.earlier
 
 
 def _tensors_of(root: Any) -> Iterator[torch.Tensor]:

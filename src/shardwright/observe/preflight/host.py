@@ -17,13 +17,9 @@ import torch
 from torch.cuda import nccl
 
 from shardwright import clock
+from shardwright.files import fcntl
 from shardwright.observe.preflight.findings import HostReport, Trouble, is_loopback
 from shardwright.transport.liveness import boot_id
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
 
 _T = TypeVar("_T")
 
