@@ -105,6 +105,8 @@ REASONED: dict[str, str] = {
     "transport/attempt.py Attempt.meet_within: 8 * self._world if self._rank else 1: 1 is 2": (
         "two ranks look as often as one"
     ),
+    "transport/jobstore.py JobStore.close: self.silent_s > _LOOK_S: >=": _EXACTLY,
+    "transport/jobstore.py JobStore._result: clock.monotonic() < began + self._line.patience_s: <=": _EXACTLY,
     "engine/step/consensus.py (module): _WORD_BITS = 62: 62 is 63": "a word has 64, of which one is the sign",
     "engine/step/consensus.py Consensus.__init__: self.settles = True: False": _REPLACED,
     "engine/step/consensus.py Consensus._synchronize: self._compared = True: False": (
