@@ -102,6 +102,7 @@ HELD = (
         ("fresh", "in_every_process", "same_nights", "found_a_fault", "goes_dark", "flips"),
     ),
     Held(("transport/jobstore.py",), STEPS, ("test_jobstore.py",)),
+    Held(("observe/watch/status_exchange.py",), STEPS, ("test_status_exchange.py",)),
     Held(
         ("checkpoint/folder.py", "checkpoint/writer.py"),
         STEPS,

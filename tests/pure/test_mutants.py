@@ -24,6 +24,7 @@ _UNREAD = "a bit that nobody reads at that point"
 _SCALED = "all that is compared grows alike"
 _FOREIGN = "waited_s < FOREIGN_S < max((answer.foreign_s for answer  ... .values()))"
 _LAST = "max((log.count for log, _ in alike.values())) + 1"
+_EXCHANGE = "observe/watch/status_exchange.py"
 _EXACTLY = "measured seconds are never exactly that many"
 REASONED: dict[str, str] = {
     "schedule/follower.py Follower.__init__: self._given = 0: 0 is 1": _REPLACED,
@@ -107,6 +108,12 @@ REASONED: dict[str, str] = {
     ),
     "transport/jobstore.py JobStore.close: self.silent_s > _LOOK_S: >=": _EXACTLY,
     "transport/jobstore.py JobStore._result: clock.monotonic() < began + self._line.patience_s: <=": _EXACTLY,
+    f"{_EXCHANGE} StatusExchange.collect: clock.monotonic() < last_s + wait_s: <=": _EXACTLY,
+    f"{_EXCHANGE} StatusExchange._await: clock.monotonic() < deadline: <=": _EXACTLY,
+    f"{_EXCHANGE} store_at: wait_for_workers=False: True": (
+        "of ranks whose number isn't told none is waited for"
+    ),
+    f"{_EXCHANGE} store_at: -1: 1 is 2": "any number below 0 is one that isn't told",
     "engine/step/consensus.py (module): _WORD_BITS = 62: 62 is 63": "a word has 64, of which one is the sign",
     "engine/step/consensus.py Consensus.__init__: self.settles = True: False": _REPLACED,
     "engine/step/consensus.py Consensus._synchronize: self._compared = True: False": (
