@@ -103,6 +103,7 @@ HELD = (
     ),
     Held(("transport/jobstore.py",), STEPS, ("test_jobstore.py",)),
     Held(("observe/watch/status_exchange.py",), STEPS, ("test_status_exchange.py",)),
+    Held(("observe/watch/watchdog.py",), STEPS, ("test_watchdog.py",)),
     Held(
         ("checkpoint/folder.py", "checkpoint/writer.py"),
         STEPS,
