@@ -101,6 +101,9 @@ HELD = (
         ("test_attempt.py", "test_welcome.py", "../storm/test_nights.py"),
         ("fresh", "in_every_process", "same_nights", "found_a_fault", "goes_dark", "flips"),
     ),
+    Held(("transport/jobstore.py",), STEPS, ("test_jobstore.py",)),
+    Held(("observe/watch/status_exchange.py",), STEPS, ("test_status_exchange.py",)),
+    Held(("observe/watch/watchdog.py",), STEPS, ("test_watchdog.py",)),
     Held(
         ("checkpoint/folder.py", "checkpoint/writer.py"),
         STEPS,

@@ -24,6 +24,9 @@ _UNREAD = "a bit that nobody reads at that point"
 _SCALED = "all that is compared grows alike"
 _FOREIGN = "waited_s < FOREIGN_S < max((answer.foreign_s for answer  ... .values()))"
 _LAST = "max((log.count for log, _ in alike.values())) + 1"
+_EXCHANGE, _WATCH = "observe/watch/status_exchange.py", "observe/watch/watchdog.py"
+_AS_OFTEN = "two ranks look as often as one"
+_FLUSHED = "stderr writes each line at once"
 _EXACTLY = "measured seconds are never exactly that many"
 REASONED: dict[str, str] = {
     "schedule/follower.py Follower.__init__: self._given = 0: 0 is 1": _REPLACED,
@@ -102,9 +105,30 @@ REASONED: dict[str, str] = {
     "transport/attempt.py answer: f'welcome/{rank}': without rank": _AGAIN,
     "transport/attempt.py ask: f'hello/{rank}': without rank": _AGAIN,
     "transport/attempt.py Attempt.meet: {0}: 0 is 1": "only whether there is one counts",
-    "transport/attempt.py Attempt.meet_within: 8 * self._world if self._rank else 1: 1 is 2": (
-        "two ranks look as often as one"
+    "transport/attempt.py Attempt.meet_within: 8 * self._world if self._rank else 1: 1 is 2": _AS_OFTEN,
+    "transport/jobstore.py JobStore.close: self.silent_s > _LOOK_S: >=": _EXACTLY,
+    "transport/jobstore.py JobStore._result: clock.monotonic() < began + self._line.patience_s: <=": _EXACTLY,
+    f"{_EXCHANGE} StatusExchange.collect: clock.monotonic() < last_s + wait_s: <=": _EXACTLY,
+    f"{_EXCHANGE} StatusExchange._await: clock.monotonic() < deadline: <=": _EXACTLY,
+    f"{_EXCHANGE} store_at: wait_for_workers=False: True": (
+        "of ranks whose number isn't told none is waited for"
     ),
+    f"{_EXCHANGE} store_at: -1: 1 is 2": "any number below 0 is one that isn't told",
+    f"{_WATCH} Backoff.__init__: self._urgent_calls = 0: left out": _REPLACED,
+    f"{_WATCH} Backoff.__init__: self._urgent_calls = 0: 0 is 1": _REPLACED,
+    f"{_WATCH} Backoff.__init__: self._next_s = self._pause_s = 0.0: 0.0 is 1.0": _REPLACED,
+    f"{_WATCH} Backoff.__init__: (-_QUIET_S, 0.0): 0.0 is 1.0": "it is read within a minute of a line only",
+    f"{_WATCH} Backoff.back_off: now - self._wait.since_s if self._wait else 0.0: 0.0 is 1.0": _CHECKER,
+    f"{_WATCH} Watch._run: 8 * self.reach.world if self.rank else 1: 1 is 2": _AS_OFTEN,
+    f"{_WATCH} Watch._look: flush=True: False": _FLUSHED,
+    f"{_WATCH} Watch._note_absence: away_s > max(self.policy.lost_s / 2, _AWAY_S): >=": _EXACTLY,
+    f"{_WATCH} Watch._note_absence: away_s > max(self.policy.lost_s, _AWAY_S): >=": _EXACTLY,
+    f"{_WATCH} Watch._look_without_store: min(self.reach.silent_s, listened_s) < limit_s: <=": _EXACTLY,
+    f"{_WATCH} Watch._judge: -1: 1 is 2": "no rank has a number below 0",
+    f"{_WATCH} Watch._diagnose_alone: clock.monotonic() - wait.since_s < self.policy.suspect_s: <=": _EXACTLY,
+    f"{_WATCH} Watch._diagnose_alone: (0,): 0 is 1": "it isn't sent, and nobody asks whom it accuses",
+    f"{_WATCH} Watch._deliver: clock.monotonic() - known.back_s < _BACK_S: <=": _EXACTLY,
+    f"{_WATCH} Watch.last_word: flush=True: False": _FLUSHED,
     "engine/step/consensus.py (module): _WORD_BITS = 62: 62 is 63": "a word has 64, of which one is the sign",
     "engine/step/consensus.py Consensus.__init__: self.settles = True: False": _REPLACED,
     "engine/step/consensus.py Consensus._synchronize: self._compared = True: False": (

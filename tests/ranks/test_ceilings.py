@@ -62,7 +62,9 @@ CEILINGS = {
         38_368, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}"
     ),
     "code lines of tests": Ceiling(
-        45_430, 41_500, f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid"
+        46_286,
+        41_500,
+        f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 856",
     ),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),

@@ -129,8 +129,8 @@ class _Known:
     silent_since: dict[tuple[int, int], float] = field(default_factory=dict)
     store_error: str = ""
     lines: int = 0
-    looked_s: float = field(default_factory=clock.monotonic)
-    listens_s: float = field(default_factory=clock.monotonic)
+    looked_s: float = field(default_factory=lambda: clock.monotonic())
+    listens_s: float = field(default_factory=lambda: clock.monotonic())
     back_s: float = -_BACK_S
     away_s: float = 0.0
 
