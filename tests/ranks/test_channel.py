@@ -5,6 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import set_transport
 from shardwright.transport.channel import NOTHING, AxisChannel, JointChannel, broadcast
+from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
@@ -37,9 +38,12 @@ def test_words_of_many_ranks_travel_as_many_hops_as_doubling_takes(rank, world, 
     set_transport("sockets")
     axis = resolve(fresh_mesh(world))
     channel = AxisChannel(axis.comm)
-    before = axis.comm.log.launched
+    before, said, say = axis.comm.log.launched, [], Connection.say
+    Connection.say = lambda to, message: said.append(to.peer) or say(to, message)
     assert channel.exchange([1 << rank] * 40) == [2**world - 1] * 40
-    assert axis.comm.log.launched - before == hops
+    to = [[1, 2, 3]] if hops == 1 else [[1], [2], [4]]
+    assert said == [(rank + way) % world for hop in to for way in hop] and len(to) == hops
+    assert axis.comm.log.launched - before == 1
 
 
 @on_ranks(4)

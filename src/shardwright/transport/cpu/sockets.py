@@ -8,7 +8,10 @@ Long runs of zeros in a gradient stay here (``filled_runs``); where a group is a
 """
 
 import functools
+import operator
 import weakref
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +26,8 @@ from shardwright.transport.cpu.peers import Peers, hops
 from shardwright.transport.cpu.transfer import CollectiveFailure, Transfer, Worker
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.differences import Differences, Kept
+from shardwright.transport.process import process_state
+from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Streams
 
 _MOST_AT_ONCE = 4
@@ -56,6 +61,11 @@ class SocketComm(Comm):
         self._by_peer: dict[int, dict[int, Connection]] = {}
         # Peers in an order that gives every rank another partner at each turn.
         self._peers = tuple((self.rank + shift) % self.world for shift in range(1, self.world))
+        # To whom words go at each hop, and from whom others come.
+        steps = [range(1, self.world)] if self.world <= _MOST_AT_ONCE else [[hop] for hop in hops(self.world)]
+        self._hops = [
+            tuple([(self.rank + way * hop) % self.world for hop in step] for way in (1, -1)) for step in steps
+        ]
         weakref.finalize(self, peers.loop.stop)
 
     @property
@@ -137,38 +147,61 @@ class SocketComm(Comm):
     ) -> list[int]:
         """See ``Comm.all_reduce_words``. Many ranks pass words on, each time to one that is twice as far: in
         log2(ranks) hops all reach all, with a message of each rank per hop."""
-        if self.world <= _MOST_AT_ONCE:
-            return super().all_reduce_words(words, combine, key)
-        words = list(words)
-        for hop in hops(self.world):
-            to, source = (self.rank + hop) % self.world, (self.rank - hop) % self.world
-            words = list(map(combine, words, self._pass_on(words, to, source, key)))
-        return words
+        return self._pass_on(words, key, lambda known, told: list(map(combine, known, told)))
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
         """See ``Comm.exchange``. Over the connections of ``all_reduce_words``: what a rank has of the ranks
         before it goes to one that is as far ahead (Bruck's algorithm)."""
-        if self.world <= _MOST_AT_ONCE:
-            return super().exchange(words, key)
-        width, known = len(words), list(words)  # of this rank, the one before it, the one before that, ...
-        for hop in hops(self.world):
-            to, source = (self.rank + hop) % self.world, (self.rank - hop) % self.world
-            known += self._pass_on(known[: width * (self.world - hop)], to, source, key)
-        rows = [known[at : at + width] for at in range(0, len(known), width)]
-        return [rows[(self.rank - rank) % self.world] for rank in range(self.world)]
+        # Of this rank, the one before it, the one before that, ...
+        width, known = len(words), self._pass_on(words, key, operator.add)
+        return [known[(self.rank - rank) % self.world * width :][:width] for rank in range(self.world)]
 
-    def _pass_on(self, words: Sequence[int], to: int, source: int, key: str) -> list[int]:
-        """Send int64 to one peer, and return those that come from another one: as many. A launch of its own,
-        which every rank makes; not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
-        sent, place = torch.tensor(words), torch.empty(len(words), dtype=torch.int64)
-        with self._beginning():
-            transfer = self._transfer(key, [sent, place])
-            self.connections.to(GATHERS, source).receive(transfer, place.nbytes, views_of([place]))
-            self.connections.to(GATHERS, to).send(transfer, message_of(transfer.launch, views_of([sent])))
-        self._loop.go()
-        transfer.wait_received()
-        transfer.wait_sent()
-        return place.tolist()
+    def _pass_on(
+        self, words: Sequence[int], key: str, fold: Callable[[list[int], list[int]], list[int]]
+    ) -> list[int]:
+        """Int64 words, to which those that come from others are added by ``fold`` at each hop, before all go
+        on. One launch, not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
+        start, known, most = clock.perf_counter(), list(words), self.world * len(words)
+        if not self._hops:
+            return known
+        links = {
+            peer: self.connections.to(GATHERS, peer) for hop in self._hops for each in hop for peer in each
+        }
+        claimed = [links[peer] for _, sources in self._hops for peer in sources]
+        beginning = self._beginning()
+        try:
+            claims = self._loop.claim(claimed)
+            with beginning:
+                launch = self.log.launch(key)
+            for to, sources in self._hops:
+                # No rank needs more than all words, of which it has as many as this one.
+                sent = array("q", known[: most - len(known)])
+                message = b"".join(message_of(launch, [memoryview(sent).cast("B")]))
+                with beginning:
+                    said = [links[peer].say(message) for peer in to]
+                    if not all(said):
+                        self._loop.go()
+                heard = list[bytes | bytearray]()
+                with self.log.waiting(launch) as waiting:
+                    while claims and len(heard) < len(sources):
+                        body = links[sources[len(heard)]].hear(message, waiting)
+                        claims = body is not None
+                        heard += [] if body is None else [body]
+                    if len(heard) < len(sources):  # late, or another message: the event loop's business
+                        self._loop.release(claimed)
+                        transfer = Transfer(self._loop.endpoint, launch, [])
+                        for peer in sources[len(heard) :]:
+                            heard.append(bytearray(8 * len(sent)))
+                            links[peer].receive(transfer, len(heard[-1]), deque([memoryview(heard[-1])]))
+                        self._loop.go()
+                        transfer.wait_received(waiting)
+                for each in heard:
+                    known = fold(known, memoryview(each).cast("q").tolist())
+        finally:
+            self._loop.release(claimed)
+        process_state.recorder.write((DONE, self.log.name, launch.number, clock.perf_counter(), True))
+        self.spent(start)
+        return known
 
     def _transfer(self, key: str, keep: list[torch.Tensor]) -> Transfer:
         return Transfer(self._loop.endpoint, self.log.launch(key), keep)
