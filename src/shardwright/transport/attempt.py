@@ -319,6 +319,22 @@ class Meeting:
         found = of_ranks(self._store, what, ranks)
         return {rank: found[rank].decode() for rank in ranks}
 
+    def grouped(self, what: str, kind: str) -> list[int]:
+        """The places of the ranks that say the same ``kind``, ascending; no others are read. All ranks call
+        it. Raises: as ``refusal``."""
+        name, store = f"{what}/{kind}", self._store
+        store.set(f"{name}/{store.add(name, 1)}", str(self.rank))
+        self.refusal(what, None)
+        return sorted(
+            int(found) for found in of_ranks(store, name, range(1, store.add(name, 0) + 1)).values()
+        )
+
+    def among(self, places: Sequence[int], kind: str) -> "Meeting":
+        """A meeting of these alone, of which this rank is one. kind: of its log."""
+        store = PrefixStore(f"among/{places[0]}", self._store)
+        log = LaunchLog([self.log.ranks[place] for place in places], kind)
+        return Meeting(store, log, places.index(self.rank), timedelta(seconds=self.timeout_s))
+
     def refusal(self, what: str, own: str | None) -> str | None:
         """Return when all ranks have come here: why one of them refused, None where none did; the same on
         all.

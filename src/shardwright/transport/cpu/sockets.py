@@ -13,11 +13,13 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwright import clock
+from shardwright.errors import CommError
 from shardwright.transport.base import Comm, Segment, sum_in_rank_order, whole_place
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
@@ -26,9 +28,12 @@ from shardwright.transport.cpu.peers import Peers, hops
 from shardwright.transport.cpu.transfer import CollectiveFailure, Transfer, Worker
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.differences import Differences, Kept
-from shardwright.transport.process import process_state
+from shardwright.transport.process import Launch, process_state
 from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Streams
+
+if TYPE_CHECKING:
+    from shardwright.transport.cpu.shm import ShmComm
 
 _MOST_AT_ONCE = 4
 """Ranks that send their words to each other directly; more of them pass words on."""
@@ -48,7 +53,8 @@ class SocketComm(Comm):
     uses_c10d = False
     streams: Streams | None = None
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, near: "tuple[ShmComm | None, Sequence[int]] | None" = None) -> None:
+        """near: see ``open_near``; None: every rank speaks for itself."""
         self.connections = peers
         self.world = peers.world
         self.rank = peers.endpoint.rank
@@ -61,11 +67,11 @@ class SocketComm(Comm):
         self._by_peer: dict[int, dict[int, Connection]] = {}
         # Peers in an order that gives every rank another partner at each turn.
         self._peers = tuple((self.rank + shift) % self.world for shift in range(1, self.world))
-        # To whom words go at each hop, and from whom others come.
-        steps = [range(1, self.world)] if self.world <= _MOST_AT_ONCE else [[hop] for hop in hops(self.world)]
-        self._hops = [
-            tuple([(self.rank + way * hop) % self.world for hop in step] for way in (1, -1)) for step in steps
-        ]
+        self._near, speakers = near or (None, range(self.world))
+        self._hops = _hops_of(range(self.world), self.rank)
+        self._far = _hops_of(speakers, self.rank) if self.rank in speakers else []
+        if self._near is not None:
+            self._near.arena.trouble = lambda: peers.endpoint.why_not(peers.endpoint.log.launched)
         weakref.finalize(self, peers.loop.stop)
 
     @property
@@ -146,34 +152,57 @@ class SocketComm(Comm):
         self, words: Sequence[int], combine: Callable[[int, int], int], key: str
     ) -> list[int]:
         """See ``Comm.all_reduce_words``. Many ranks pass words on, each time to one that is twice as far: in
-        log2(ranks) hops all reach all, with a message of each rank per hop."""
-        return self._pass_on(words, key, lambda known, told: list(map(combine, known, told)))
+        log2(ranks) hops all reach all, with a message of each rank per hop. Of ranks that share memory one
+        passes on the words of all."""
+        if self.world == 1:
+            return list(words)
+        start, beginning, near = clock.perf_counter(), self._beginning(), self._near
+        with beginning:
+            launch = self.log.launch(key)
+
+        def fold(known: list[int], told: list[int]) -> list[int]:
+            return list(map(combine, known, told))
+
+        try:
+            known = list(words) if near is None else near.all_reduce_words(words, combine, key)
+            known = self._pass_on(known, launch, self._far, fold, beginning)
+            if near is not None:  # from the one that has all words now; the others' are among these
+                known = near.all_reduce_words(known, combine, key)
+        except CommError as error:
+            self._loop.endpoint.spread(CollectiveFailure(launch.number, str(error)))
+            raise
+        self._all_came(launch, start)
+        return known
 
     def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
-        """See ``Comm.exchange``. Over the connections of ``all_reduce_words``: what a rank has of the ranks
-        before it goes to one that is as far ahead (Bruck's algorithm)."""
+        """See ``Comm.exchange``. What a rank has of the ranks before it goes to one that is as far ahead
+        (Bruck's algorithm)."""
+        if self.world == 1:
+            return [list(words)]
+        start, width, beginning = clock.perf_counter(), len(words), self._beginning()
+        with beginning:
+            launch = self.log.launch(key)
         # Of this rank, the one before it, the one before that, ...
-        width, known = len(words), self._pass_on(words, key, operator.add)
+        known = self._pass_on(list(words), launch, self._hops, operator.add, beginning)
+        self._all_came(launch, start)
         return [known[(self.rank - rank) % self.world * width :][:width] for rank in range(self.world)]
 
     def _pass_on(
-        self, words: Sequence[int], key: str, fold: Callable[[list[int], list[int]], list[int]]
+        self,
+        known: list[int],
+        launch: Launch,
+        hops: Sequence[tuple[Sequence[int], Sequence[int]]],
+        fold: Callable[[list[int], list[int]], list[int]],
+        beginning: AbstractContextManager[None],
     ) -> list[int]:
-        """Int64 words, to which those that come from others are added by ``fold`` at each hop, before all go
-        on. One launch, not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
-        start, known, most = clock.perf_counter(), list(words), self.world * len(words)
-        if not self._hops:
-            return known
-        links = {
-            peer: self.connections.to(GATHERS, peer) for hop in self._hops for each in hop for peer in each
-        }
-        claimed = [links[peer] for _, sources in self._hops for peer in sources]
-        beginning = self._beginning()
+        """Int64 words, to which those that come from others are added by ``fold`` at each hop (to whom, from
+        whom), before all go on. Not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
+        most = self.world * len(known)
+        links = {peer: self.connections.to(GATHERS, peer) for hop in hops for each in hop for peer in each}
+        claimed = [links[peer] for _, sources in hops for peer in sources]
         try:
             claims = self._loop.claim(claimed)
-            with beginning:
-                launch = self.log.launch(key)
-            for to, sources in self._hops:
+            for to, sources in hops:
                 # No rank needs more than all words, of which it has as many as this one.
                 sent = array("q", known[: most - len(known)])
                 message = b"".join(message_of(launch, [memoryview(sent).cast("B")]))
@@ -199,9 +228,12 @@ class SocketComm(Comm):
                     known = fold(known, memoryview(each).cast("q").tolist())
         finally:
             self._loop.release(claimed)
+        return known
+
+    def _all_came(self, launch: Launch, start: float) -> None:
+        """To an exchange of words, which has ended."""
         process_state.recorder.write((DONE, self.log.name, launch.number, clock.perf_counter(), True))
         self.spent(start)
-        return known
 
     def _transfer(self, key: str, keep: list[torch.Tensor]) -> Transfer:
         return Transfer(self._loop.endpoint, self.log.launch(key), keep)
@@ -263,6 +295,16 @@ class SocketComm(Comm):
             begin += part.nbytes
         message = message_of(transfer.launch, views_of(parts), joined)
         self.sent_nbytes += connection.send(transfer, message)
+
+
+def _hops_of(ranks: Sequence[int], own: int) -> list[tuple[list[int], list[int]]]:
+    """Of each hop among ``ranks`` to whom ``own`` sends its words, and from whom others come."""
+    world, place = len(ranks), ranks.index(own)
+    steps = [range(1, world)] if 1 < world <= _MOST_AT_ONCE else [[hop] for hop in hops(world)]
+    return [
+        ([ranks[(place + way) % world] for way in step], [ranks[(place - way) % world] for way in step])
+        for step in steps
+    ]
 
 
 def _message(transfer: Transfer, parts: Sequence[torch.Tensor]) -> Sequence[memoryview]:

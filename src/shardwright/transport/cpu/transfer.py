@@ -99,6 +99,13 @@ class Endpoint:
         """What messages call a rank of the mesh axis: its number in the job."""
         return f"rank {self.log.ranks[rank]}"
 
+    def why_not(self, number: int) -> str:
+        """Why the collective of that number can't end, as far as is known; ""."""
+        failure = self.failure
+        # A peer that has passed it on may have ended for it since.
+        told = failure.why if failure is not None and failure.number <= number else ""
+        return self.trouble or told
+
     def fail(self, trouble: str) -> None:
         """Nothing moves any more: whoever waits raises ``trouble``."""
         with self.changed:
@@ -187,10 +194,8 @@ class Transfer:
     def _trouble(self, links: set[Link]) -> str:
         """Why what is waited for never comes; "" while it may."""
         endpoint = self.endpoint
-        if endpoint.trouble:
-            return endpoint.trouble
-        if endpoint.failure is not None and endpoint.failure.number <= self.launch.number:
-            return endpoint.failure.why  # a peer that has passed it on may have ended for it since
+        if known := endpoint.why_not(self.launch.number):
+            return known
         found = next((link.trouble for link in links if link.trouble), "")
         if found:
             endpoint.spread(CollectiveFailure(self.launch.number, found))
