@@ -330,23 +330,23 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
 
     refused = []
     if device_type == "cpu" and process_state.transport != Transport.COLLECTIVES:
-        place, what, near = ranks.index(dist.get_rank()), "to make a transport", None
+        place, what = ranks.index(dist.get_rank()), "to make a transport"
         meeting = Meeting(keys_of(ranks, timeout, what), log, place, timeout)
         if process_state.transport == Transport.AUTO:
-            from shardwright.transport.cpu.shm import ShmComm, open_arena, open_near  # noqa: PLC0415 shared memory
+            from shardwright.transport.cpu.shm import ShmComm, open_arena  # noqa: PLC0415 shared memory
 
             arena = open_arena(meeting)
             if not isinstance(arena, str):
                 return ShmComm(arena, len(ranks))
             refused += [f"no shared memory ({arena})"] if arena else []
-            near = None if arena else open_near(meeting)
-        from shardwright.transport.cpu.peers import open_connections  # noqa: PLC0415 the sockets
+        from shardwright.transport.cpu.peers import open_connections, open_near  # noqa: PLC0415 the sockets
         from shardwright.transport.cpu.sockets import SocketComm  # noqa: PLC0415 the sockets
 
         peers = open_connections(meeting)
         if not isinstance(peers, str):
             _tell_of_fall("TCP sockets", refused, ranks)
-            return SocketComm(peers, near)
+            several = process_state.transport == Transport.AUTO and not refused
+            return SocketComm(peers, open_near(meeting) if several else None)
         _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({peers})"], ranks)
     from shardwright.transport.process_group import ProcessGroupComm  # noqa: PLC0415 process groups
 

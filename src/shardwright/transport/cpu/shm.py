@@ -46,24 +46,6 @@ def open_arena(meeting: Meeting) -> Arena | str:
         os.close(own.fd)
 
 
-def open_near(meeting: Meeting) -> "tuple[ShmComm | None, list[int]]":
-    """Among the ranks of this rank's host a transport, None where it is alone or they can't share memory; and
-    the places of the ranks that speak for others: the first of each such host, and all the rest.
-
-    Every rank of the meeting calls it. Who speaks for nobody else learns of no other speaker.
-    """
-    own, near = _create(), None
-    kind = f"none {meeting.rank}" if isinstance(own, str) else " ".join(map(str, own.place))
-    if not isinstance(own, str):
-        os.close(own.fd)
-    places = meeting.grouped("near", kind)
-    if len(places) > 1:
-        arena = open_arena(meeting.among(places, "host "))
-        near = None if isinstance(arena, str) else ShmComm(arena, len(places))
-    speaks = near is None or near.rank == 0
-    return near, meeting.grouped("speakers", "" if speaks else f"not {meeting.rank}")
-
-
 def _create() -> Host | str:
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         return "it takes Linux"

@@ -68,8 +68,7 @@ class SocketComm(Comm):
         # Peers in an order that gives every rank another partner at each turn.
         self._peers = tuple((self.rank + shift) % self.world for shift in range(1, self.world))
         self._near, speakers = near or (None, range(self.world))
-        self._hops = _hops_of(range(self.world), self.rank)
-        self._far = _hops_of(speakers, self.rank) if self.rank in speakers else []
+        self._hops = _hops_of(speakers, self.rank)
         if self._near is not None:
             self._near.arena.trouble = lambda: peers.endpoint.why_not(peers.endpoint.log.launched)
         weakref.finalize(self, peers.loop.stop)
@@ -148,63 +147,57 @@ class SocketComm(Comm):
         self.spent(start)
         return whole
 
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """See ``Comm.exchange``. By ``all_reduce_words``, of which others' words are zeros."""
+        width, before = len(words), self.rank * len(words)
+        table = [*[0] * before, *words, *[0] * (width * (self.world - 1) - before)]
+        known = self.all_reduce_words(table, operator.or_, key)
+        return [known[at : at + width] for at in range(0, len(known), width)]
+
     def all_reduce_words(
         self, words: Sequence[int], combine: Callable[[int, int], int], key: str
     ) -> list[int]:
         """See ``Comm.all_reduce_words``. Many ranks pass words on, each time to one that is twice as far: in
         log2(ranks) hops all reach all, with a message of each rank per hop. Of ranks that share memory one
-        passes on the words of all."""
+        passes on the words of all. Not counted in ``sent_nbytes``."""
         if self.world == 1:
             return list(words)
-        start, beginning, near = clock.perf_counter(), self._beginning(), self._near
+        start, beginning = clock.perf_counter(), self._beginning()
         with beginning:
             launch = self.log.launch(key)
-
-        def fold(known: list[int], told: list[int]) -> list[int]:
-            return list(map(combine, known, told))
-
-        try:
-            known = list(words) if near is None else near.all_reduce_words(words, combine, key)
-            known = self._pass_on(known, launch, self._far, fold, beginning)
-            if near is not None:  # from the one that has all words now; the others' are among these
-                known = near.all_reduce_words(known, combine, key)
-        except CommError as error:
-            self._loop.endpoint.spread(CollectiveFailure(launch.number, str(error)))
-            raise
-        self._all_came(launch, start)
+        known = self._pass_on(self._in_host(words, combine, launch), combine, launch, beginning)
+        known = self._in_host(known, combine, launch)  # one rank has all words now, and others none but these
+        process_state.recorder.write((DONE, self.log.name, launch.number, clock.perf_counter(), True))
+        self.spent(start)
         return known
 
-    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
-        """See ``Comm.exchange``. What a rank has of the ranks before it goes to one that is as far ahead
-        (Bruck's algorithm)."""
-        if self.world == 1:
-            return [list(words)]
-        start, width, beginning = clock.perf_counter(), len(words), self._beginning()
-        with beginning:
-            launch = self.log.launch(key)
-        # Of this rank, the one before it, the one before that, ...
-        known = self._pass_on(list(words), launch, self._hops, operator.add, beginning)
-        self._all_came(launch, start)
-        return [known[(self.rank - rank) % self.world * width :][:width] for rank in range(self.world)]
+    def _in_host(self, words: Sequence[int], combine: Callable[[int, int], int], launch: Launch) -> list[int]:
+        """Combined among the ranks that share memory with this one."""
+        if self._near is None:
+            return list(words)
+        try:
+            return self._near.all_reduce_words(words, combine, launch.key)
+        except CommError as error:  # other hosts wait for this one, and see none of its ranks end
+            self._loop.endpoint.spread(CollectiveFailure(launch.number, str(error)))
+            raise
 
     def _pass_on(
         self,
         known: list[int],
+        combine: Callable[[int, int], int],
         launch: Launch,
-        hops: Sequence[tuple[Sequence[int], Sequence[int]]],
-        fold: Callable[[list[int], list[int]], list[int]],
         beginning: AbstractContextManager[None],
     ) -> list[int]:
-        """Int64 words, to which those that come from others are added by ``fold`` at each hop (to whom, from
-        whom), before all go on. Not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
-        most = self.world * len(known)
-        links = {peer: self.connections.to(GATHERS, peer) for hop in hops for each in hop for peer in each}
-        claimed = [links[peer] for _, sources in hops for peer in sources]
+        """Int64 words, combined at each hop with those that come from others. beginning: around what is sent.
+        Raises: as the wait of an all-gather."""
+        links = {
+            peer: self.connections.to(GATHERS, peer) for hop in self._hops for each in hop for peer in each
+        }
+        claimed = [links[peer] for _, sources in self._hops for peer in sources]
         try:
             claims = self._loop.claim(claimed)
-            for to, sources in hops:
-                # No rank needs more than all words, of which it has as many as this one.
-                sent = array("q", known[: most - len(known)])
+            for to, sources in self._hops:
+                sent = array("q", known)
                 message = b"".join(message_of(launch, [memoryview(sent).cast("B")]))
                 with beginning:
                     said = [links[peer].say(message) for peer in to]
@@ -225,15 +218,10 @@ class SocketComm(Comm):
                         self._loop.go()
                         transfer.wait_received(waiting)
                 for each in heard:
-                    known = fold(known, memoryview(each).cast("q").tolist())
+                    known = list(map(combine, known, memoryview(each).cast("q")))
         finally:
             self._loop.release(claimed)
         return known
-
-    def _all_came(self, launch: Launch, start: float) -> None:
-        """To an exchange of words, which has ended."""
-        process_state.recorder.write((DONE, self.log.name, launch.number, clock.perf_counter(), True))
-        self.spent(start)
 
     def _transfer(self, key: str, keep: list[torch.Tensor]) -> Transfer:
         return Transfer(self._loop.endpoint, self.log.launch(key), keep)
@@ -298,7 +286,7 @@ class SocketComm(Comm):
 
 
 def _hops_of(ranks: Sequence[int], own: int) -> list[tuple[list[int], list[int]]]:
-    """Of each hop among ``ranks`` to whom ``own`` sends its words, and from whom others come."""
+    """Of each hop of words among ``ranks``: to whom ``own`` sends its, and from whom others come."""
     world, place = len(ranks), ranks.index(own)
     steps = [range(1, world)] if 1 < world <= _MOST_AT_ONCE else [[hop] for hop in hops(world)]
     return [
