@@ -6,13 +6,19 @@ Three copies of one model train side by side, one with ``agreement="strict"`` an
 length of a step (the batch is chosen for it). Prints the medians in ms and what is added, for each step
 paired with its neighbours; beside it what the second copy with "off" adds to the first, which is the noise.
 The same of the quickest quarter of each copy's steps, which other work on the machine has disturbed least.
-Then the median of one exchange of as many words as the model needs, in us.
+Then microseconds of one exchange of as many words as the model needs, and over sockets those of a hop, beside
+one way of a raw ping-pong of as many bytes over TCP between ranks 0 and 1, by turns in the same run. With no
+lengths of a step (``--step-ms``) only these: between two network namespaces
+
+    python bench/agreement.py --link 10gbit --step-ms
 """
 
 import argparse
 import copy
+import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -21,16 +27,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this che
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 
 from bench.launch import arguments, run, slowest_s
 from bench.layers import build_layers, step_s
 from bench.toy import add_toy
 from shardwright import SchedulePolicy, fully_shard, set_transport
 from shardwright.engine.step.consensus import channel_of
-from shardwright.transport.mesh import resolve
+from shardwright.transport.channel import AxisChannel
+from shardwright.transport.cpu.handshake import listen
+from shardwright.transport.cpu.message import HEAD_NBYTES
+from shardwright.transport.mesh import comm_of, resolve
+from shardwright.transport.process import process_state
 
 WARM_UP_STEPS = 3
 NUM_EXCHANGES = 400
+NUM_ROUNDS = 10
+NUM_WORDS = 20
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -75,16 +88,66 @@ def measure(options: argparse.Namespace) -> None:
             )
     channel = channel_of([resolve(None)])
     if channel is not None:
-        took_us = []
-        for _ in range(NUM_EXCHANGES):
-            start = time.perf_counter()
-            channel.exchange([1] * 20)
-            took_us.append((time.perf_counter() - start) * 1e6)
-        if options.rank == 0:
-            took_us.sort()
-            print(
-                f"  one exchange: median {median(took_us):.0f} us, p95 {took_us[-len(took_us) // 20]:.0f} us"
-            )
+        _tell(options, "one exchange", _took_us(lambda: channel.exchange([1] * NUM_WORDS)))
+        _measure_hops(options)
+
+
+def _measure_hops(options: argparse.Namespace) -> None:
+    """Microseconds of a hop over sockets, and of one way of a raw ping-pong, by turns."""
+    process_state.transport = "sockets"  # also where the model's ranks share memory
+    channel = AxisChannel(comm_of(dist.new_group(), "cpu"))
+    num_hops = (options.world - 1).bit_length() if options.world > 4 else 1
+    channel.exchange([0])  # opens connections
+    raw = _raw(options.rank)
+    hops: list[float] = []
+    ways: list[float] = []
+    for _ in range(NUM_ROUNDS):
+        dist.barrier()
+        hops += [us / num_hops for us in _took_us(lambda: channel.exchange([1] * NUM_WORDS))]
+        dist.barrier()  # in which ranks above 1 sleep
+        ways += [us / 2 for us in _took_us(raw)]
+    _tell(options, f"one hop over sockets, of {num_hops}", hops)
+    _tell(options, "one way of a raw ping-pong", ways)
+
+
+def _raw(rank: int) -> Callable[[], None]:
+    """There and back over a TCP connection between ranks 0 and 1; nothing on other ranks."""
+    place: list[object] = [None]
+    if rank == 0:
+        listener, own = listen()
+        place = [(own.host, own.port)]
+    dist.broadcast_object_list(place, 0)
+    if rank > 1:
+        return lambda: None
+    with_peer = listener.accept()[0] if rank == 0 else socket.create_connection(place[0])
+    with_peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    message = bytearray(HEAD_NBYTES + 8 * NUM_WORDS)
+
+    def go() -> None:
+        if rank == 0:
+            with_peer.sendall(message)
+        with_peer.recv_into(message, len(message), socket.MSG_WAITALL)
+        if rank == 1:
+            with_peer.sendall(message)
+
+    return go
+
+
+def _took_us(call: Callable[[], object]) -> list[float]:
+    """What each of many calls takes."""
+    took = []
+    for _ in range(NUM_EXCHANGES):
+        start = time.perf_counter()
+        call()
+        took.append((time.perf_counter() - start) * 1e6)
+    return took
+
+
+def _tell(options: argparse.Namespace, what: str, took_us: list[float]) -> None:
+    if options.rank == 0:
+        took_us.sort()
+        p10, p95 = took_us[len(took_us) // 10], took_us[-len(took_us) // 20]
+        print(f"  {what}: p10 {p10:.1f} us, median {median(took_us):.1f} us, p95 {p95:.0f} us")
 
 
 def _quickest(times: list[float]) -> float:
@@ -99,7 +162,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, help="a group has width * (width + 1) parameters")
     parser.add_argument("--rows", type=int, default=256, help="of each rank's input, to begin with")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[200.0, 60.0])
+    parser.add_argument("--step-ms", type=float, nargs="*", default=[200.0, 60.0])
     add_toy(parser, num=2, width=32, rows=8, steps=4, step_ms=[2.0])
     run(parser, measure, __file__)
 

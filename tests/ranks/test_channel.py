@@ -1,16 +1,23 @@
 """Every rank of a channel learns the same: combined words, and what differs, each kind once."""
 
+import os
+import signal
+from dataclasses import replace
+
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright import set_transport
+from shardwright.errors import CommError, Diverged, RankFailed
 from shardwright.transport.channel import NOTHING, AxisChannel, JointChannel, broadcast
+from shardwright.transport.cpu import shm
+from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.shm import ShmComm
 from shardwright.transport.cpu.sockets import SocketComm
 from shardwright.transport.mesh import resolve
 from shardwright.transport.process_group import ProcessGroupComm
 from tests.ranks.models import fresh_mesh
-from tests.ranks.pool import on_ranks, run_ranks
+from tests.ranks.pool import on_ranks, run_ranks, run_ranks_but
 
 
 def combined(rank, world):
@@ -37,9 +44,12 @@ def test_words_of_many_ranks_travel_as_many_hops_as_doubling_takes(rank, world, 
     set_transport("sockets")
     axis = resolve(fresh_mesh(world))
     channel = AxisChannel(axis.comm)
-    before = axis.comm.log.launched
+    before, said, say = axis.comm.log.launched, [], Connection.say
+    Connection.say = lambda to, message: said.append(to.peer) or say(to, message)
     assert channel.exchange([1 << rank] * 40) == [2**world - 1] * 40
-    assert axis.comm.log.launched - before == hops
+    to = [[1, 2, 3]] if hops == 1 else [[1], [2], [4]]
+    assert said == [(rank + way) % world for hop in to for way in hop] and len(to) == hops
+    assert axis.comm.log.launched - before == 1
 
 
 @on_ranks(4)
@@ -60,3 +70,53 @@ def test_each_kind_of_answer_is_told_once(rank):
     kinds = [10, 20, 21, 0]
     got = broadcast(channel, kinds[rank], texts[rank], lambda key: key // 10)
     assert got == {10: b"", 20: b"\0in another call\0"}
+
+
+def on_hosts_of(size, rank, world):
+    """As if so many ranks in turn were on each host: a transport of all ranks, and to whom each hop went."""
+    this_host = shm.this_host
+    shm.this_host = lambda fd: replace(this_host(fd), network=rank // size)
+    comm, said, say = resolve(fresh_mesh(world)).comm, [], Connection.say
+    assert isinstance(comm, SocketComm)
+    Connection.say = lambda to, message: said.append(to.peer) or say(to, message)
+    return comm, said
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "hops"), [(4, 2, [2]), (5, 2, [2, 4]), (8, 1, None), (8, 2, [2, 4, 6])]
+)
+@on_ranks()
+def test_words_go_between_hosts_by_one_rank_of_each(rank, world, size, hops):
+    comm, said = on_hosts_of(size, rank, world)
+    before, channel = comm.log.launched, AxisChannel(comm)
+    assert channel.exchange([1 << rank, 0]) == [2**world - 1, 0]
+    assert channel.exchange([rank + 3], "min") == [3]
+    if hops is not None:
+        assert said == ([] if rank % size else [(rank + way) % (world + world % size) for way in hops] * 2)
+    assert comm.exchange([rank], "rows") == [[each] for each in range(world)]
+    assert comm.log.launched - before == 3
+
+
+@on_ranks(4)
+def test_a_rank_that_exchanges_other_words_than_its_host_is_told_to_all_hosts(rank):
+    comm, _ = on_hosts_of(2, rank, 4)
+    channel = AxisChannel(comm)
+    assert channel.exchange([rank]) == [3]
+    with pytest.raises((CommError, RankFailed, Diverged), match="2 integers") as told:
+        channel.exchange([0] * (2 if rank == 3 else 1))
+        channel.exchange([0])
+    assert "rank 3" in str(told.value)
+
+
+def ends(rank, world):
+    comm, _ = on_hosts_of(2, rank, world)
+    channel = AxisChannel(comm)
+    channel.exchange([rank])
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((CommError, RankFailed), match="rank 3"):
+        channel.exchange([rank])
+
+
+def test_a_rank_that_ended_is_named_on_its_host_and_on_others():
+    run_ranks_but(3, 4, ends)

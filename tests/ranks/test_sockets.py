@@ -321,7 +321,7 @@ def test_a_steady_state_touches_no_fresh_pages(transport, name):
 
 
 def passed_on(comm, rank):
-    comm._pass_on([rank] * 100, to=1 - rank, source=1 - rank, key="words")
+    comm.exchange([rank] * 100, "words")
 
 
 def gathered(comm, rank):

@@ -213,6 +213,7 @@ def simulated(sim: Simulation, network: Network, gloo: Gloo) -> Iterator[None]:
         (handshake, "connect", network.connect),
         (handshake, "pair", network.pair),
         (handshake, "Selector", network.selector),
+        (handshake, "sleep_until_read", network.sleep_until_read),
         (reach, "_bound", network.datagram),
         (jobstore, "queue", SimpleNamespace(SimpleQueue=lambda: Queue(sim))),
         (jobstore, "Future", lambda: Future(sim)),

@@ -89,6 +89,9 @@ class Network:
         first.peer, second.peer = second, first
         return first, second
 
+    def sleep_until_read(self, stream: "Stream", seconds: float) -> None:
+        self.sim.wait(lambda: stream.readable, self.sim.now + seconds, stream.readers)
+
     def selector(self) -> "Selector":
         return Selector(self.sim)
 
@@ -112,6 +115,7 @@ class Stream:
         self._last_s = 0.0
         self._end: BaseException | str | None = ""
         self.waiters: dict[Task, None] = {}
+        self.readers: dict[Task, None] = {}
         process.owned.append(self)
 
     # ---- the wire
@@ -136,7 +140,7 @@ class Stream:
 
     def _changed(self) -> None:
         """Something has come here, or was taken: who waits for it at either end may go on."""
-        self.network.sim.look_at(self.waiters)
+        self.network.sim.look_at((*self.waiters, *self.readers))
 
     def _take(self) -> None:
         now, under_way = self.network.sim.now, self._under_way
@@ -235,9 +239,11 @@ class Stream:
             if self._end is not None:
                 raise self._end
 
-    def recv(self, nbytes: int) -> bytes:
+    def recv(self, nbytes: int, flags: int = 0) -> bytes:
         self._await()
         data = bytes(self._arrived[:nbytes])
+        if flags & socket.MSG_PEEK:
+            return data
         del self._arrived[: len(data)]
         if self.peer is not None:
             self.peer._changed()
@@ -363,6 +369,7 @@ class Selector:
     def register(self, fileobj: Any, events: int, data: Any = None) -> None:
         self._keys[fileobj] = SimpleNamespace(fileobj=fileobj, events=events, data=data)
         fileobj.waiters = self._waiters
+        self.sim.look_at(self._waiters)
 
     modify = register
 

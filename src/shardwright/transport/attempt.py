@@ -302,21 +302,21 @@ class Meeting:
         self.rank = rank
         self.world = len(log.ranks)
         self.timeout_s = timeout.total_seconds()
-        self._store = store
+        self.store = store
 
     def leave(self, what: str, data: str, at: int | None = None) -> None:
         """Leave something for the others; ``refusal`` follows before they ``read`` it. Or for the one at a
         place, which takes it by ``own``."""
-        self._store.set(f"{what}/{self.rank if at is None else at}", data)
+        self.store.set(f"{what}/{self.rank if at is None else at}", data)
 
     def own(self, what: str, of: int) -> str:
         """What the rank at place ``of`` leaves for this one, once it is there. Raises: as ``refusal``."""
         self._wait_for(f"{what}/{self.rank}", what, lambda: [of])
-        return self._store.get(f"{what}/{self.rank}").decode()
+        return self.store.get(f"{what}/{self.rank}").decode()
 
     def read(self, what: str, ranks: Sequence[int]) -> dict[int, str]:
         """What these ranks have left, all of which have come. One message for a batch of them."""
-        found = of_ranks(self._store, what, ranks)
+        found = of_ranks(self.store, what, ranks)
         return {rank: found[rank].decode() for rank in ranks}
 
     def refusal(self, what: str, own: str | None) -> str | None:
@@ -326,7 +326,7 @@ class Meeting:
         own: this rank's reason ("": it has none to tell), None where it doesn't refuse.
         Raises: CommError where they don't come within the time limit, or the watch found why they can't.
         """
-        store = self._store
+        store = self.store
         # Before this rank is counted: who sees that all have come also sees why one of them refused.
         if own is not None:
             store.compare_set(f"{what}/refused", "", own or _NO_REASON)
@@ -348,7 +348,7 @@ class Meeting:
 
     def _wait_for(self, key: str, what: str, absent: Callable[[], Iterable[int]]) -> None:
         with self.waiting(what):
-            if not _came(lambda: self._store.check([key]), self.timeout_s, self.world, *_MEETING_POLLS_S):
+            if not _came(lambda: self.store.check([key]), self.timeout_s, self.world, *_MEETING_POLLS_S):
                 ranks = sorted(self.log.ranks[place] for place in absent())
                 raise CommError(
                     f"waited {self.timeout_s:.0f} s for other ranks to make a transport, and ranks {ranks} "

@@ -344,13 +344,14 @@ def _make_comm(ranks: list[int], device_type: str, within: ProcessGroup, host: C
             if not isinstance(arena, str):
                 return ShmComm(arena, len(ranks))
             refused += [f"no shared memory ({arena})"] if arena else []
-        from shardwright.transport.cpu.peers import open_connections  # noqa: PLC0415 the sockets
+        from shardwright.transport.cpu.peers import open_connections, open_near  # noqa: PLC0415 the sockets
         from shardwright.transport.cpu.sockets import SocketComm  # noqa: PLC0415 the sockets
 
         peers = open_connections(meeting)
         if not isinstance(peers, str):
             _tell_of_fall("TCP sockets", refused, ranks)
-            return SocketComm(peers)
+            several = process_state.transport == Transport.AUTO and not refused
+            return SocketComm(peers, open_near(meeting) if several else None)
         _tell_of_fall("torch's collectives on Gloo", [*refused, f"no sockets of our own ({peers})"], ranks)
     from shardwright.transport.process_group import ProcessGroupComm  # noqa: PLC0415 process groups
 

@@ -164,6 +164,7 @@ class Arena:
     """All ranks' segments, as one of them sees them. Operations are numbered from 1, the same on all ranks.
 
     log: where operations are written down when published. own: this rank's segment.
+    trouble: why a wait is in vain for other reasons than peers; "" while it isn't.
     open: operations that are to read the peers' bytes; their ``complete`` does at the latest when their
         record is needed, and gives the bytes back.
     """
@@ -179,6 +180,7 @@ class Arena:
         self._others = [(peer, each) for peer, each in enumerate(segments) if peer != rank]
         self._first = header_nbytes(len(segments))
         self._timeout_s = timeout_s
+        self.trouble: Callable[[], str] = str
         self._announced = 0
         self._held: dict[int, tuple[int, int]] = {}  # operation -> (offset, end) in the own segment
         self.open: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -282,6 +284,8 @@ class Arena:
                     self._check(peer, launch.key, now - start)
 
     def _check(self, peer: int, what: str, waited_s: float) -> None:
+        if trouble := self.trouble():
+            raise CommError(f"{trouble} (rank {self.log.ranks[self.rank]} was in {what!r})")
         if select.select([self._ends[peer]], [], [], 0)[0]:
             raise CommError(
                 f"rank {self.log.ranks[peer]} (pid {self._pids[peer]}) has ended while rank "

@@ -8,9 +8,11 @@ by the kernel, so that nothing is packed. A coded one is queued before it is the
 their order, and decoded by a thread of its own.
 """
 
+import contextlib
 import itertools
 import selectors
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright import clock
+from shardwright.transport.cpu import handshake
 from shardwright.transport.cpu.coder import Damaged
 from shardwright.transport.cpu.message import (
     CODED,
@@ -27,12 +30,14 @@ from shardwright.transport.cpu.message import (
     WHOLE,
     failure_message,
     read_head,
+    resembles,
     text_of,
 )
 from shardwright.transport.cpu.pages import take_bytes
-from shardwright.transport.cpu.transfer import CollectiveFailure, Endpoint, Transfer
+from shardwright.transport.cpu.transfer import LOOK_S, CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import RUN, crc32_of, skip, view_of, views_of
 from shardwright.transport.differences import Kept
+from shardwright.transport.process import Waiting
 
 TEXT_NBYTES = 4096  # at most, of such a message
 
@@ -117,6 +122,8 @@ class Connection:
         summed), so that it needn't wait for the own rank; else it waits in the kernel for a place.
     trouble: what ended it, "" while it works. socket: None until the peer has been reached, or has called;
         what is to be sent waits so long.
+    turn: held by the thread that moves something, but for one that has claimed it and reads. watched: for
+        what the event loop watches its socket.
     """
 
     def __init__(self, endpoint: Endpoint, peer: int, takes_memory: bool) -> None:
@@ -124,6 +131,8 @@ class Connection:
         self.peer = peer
         self.takes_memory = takes_memory
         self.trouble = ""
+        self.turn = threading.Lock()
+        self.watched = 0
         self.socket: socket.socket | None = None
         self._out: deque[Outgoing] = deque()
         self._expected: deque[Incoming] = deque()  # named by the own rank, head not yet arrived
@@ -177,6 +186,43 @@ class Connection:
 
         return fill
 
+    def say(self, message: bytes) -> bool:
+        """Send a small message at once. False where some is left, which needs ``EventLoop.go``."""
+        sent = 0
+        with self.turn:
+            if self.socket is not None and not self._out:
+                with contextlib.suppress(OSError):  # ``move`` meets it again
+                    sent = self.socket.send(message)
+            if sent < len(message):
+                with self.endpoint.changed:
+                    self._out.append(Outgoing(deque([memoryview(message)[sent:]]), None))
+                return False
+        return True
+
+    def hear(self, message: bytes, waiting: Waiting) -> bytes | None:
+        """By who has claimed it: the next message, once it is there, where it is as ``message`` but for the
+        words in it. None, and nothing was taken, where it isn't, or doesn't come soon: ``receive`` it."""
+        sock, head = self.socket, b"" if self._head_views else bytes(self._head)
+        if (
+            sock is None
+            or self._current is not None
+            or len(self._head_views and self._head_views[0]) % HEAD_NBYTES
+        ):
+            return None
+        nbytes = len(message) - len(head)
+        for sleeps in (True, False):
+            with contextlib.suppress(OSError):
+                seen = head + sock.recv(nbytes, socket.MSG_PEEK)
+                if not resembles(seen, message):
+                    return None
+                sock.recv(nbytes)
+                self._head_views = deque([memoryview(self._head)])
+                return seen[HEAD_NBYTES:]
+            if sleeps:
+                waiting.only(self.peer, self.endpoint.rank)
+                handshake.sleep_until_read(sock, LOOK_S)
+        return None
+
     def receive(
         self, transfer: Transfer, nbytes: int, places: deque[memoryview], kept: Sequence[Kept | None] = ()
     ) -> None:
@@ -202,7 +248,7 @@ class Connection:
                 assert early.memory is not None
                 transfer.take(self, early.memory, early.took_s)
 
-    # ---- called by the event loop's thread
+    # ---- called by the event loop's thread, or in its place
 
     @property
     def events(self) -> int:
@@ -215,7 +261,7 @@ class Connection:
         # A message without a place stays in the kernel, where TCP slows its sender down. It isn't watched
         # for: a selector would report it again and again.
         has_place = self._current is not None or self._expected or self.takes_memory
-        held = not self._head_views and not has_place
+        held = self in self.endpoint.claimed or (not self._head_views and not has_place)
         return (0 if held else selectors.EVENT_READ) | (selectors.EVENT_WRITE if self._may_write else 0)
 
     @property

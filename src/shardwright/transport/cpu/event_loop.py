@@ -5,7 +5,7 @@ import contextlib
 import os
 import selectors
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from shardwright.transport.cpu import handshake
 from shardwright.transport.cpu.connection import Connection
@@ -57,6 +57,42 @@ class EventLoop:
         with contextlib.suppress(OSError):  # it has rung often enough, or the thread has ended
             self._waker.send(b"!")
 
+    def attend(self, connection: Connection, events: int) -> None:
+        """Move what can be, of ``events``, and watch for the rest. Any thread."""
+        with connection.turn:
+            if connection.socket is None or self._stopped:
+                return
+            if events:
+                connection.move(events & connection.events)
+            wanted, watched = connection.events, connection.watched
+            connection.watched = wanted
+            # A selector takes no empty set of events, and epoll reports a closed connection whatever it is
+            # asked for: watched for nothing, one would keep this thread busy.
+            if watched and not wanted:
+                self._selector.unregister(connection.socket)
+            elif watched != wanted:
+                change = self._selector.modify if watched else self._selector.register
+                change(connection.socket, wanted, connection)
+
+    def claim(self, connections: Collection[Connection]) -> bool:
+        """Read no more from these, until ``release``: the calling thread does, since to be woken by another
+        one takes it longer than words are under way. False: one isn't open yet, or a thread has claimed some.
+        """
+        with self.endpoint.changed:
+            if self.endpoint.claimed or not all(connection.is_open for connection in connections):
+                return False
+            self.endpoint.claimed = connections
+        for connection in connections:
+            self.attend(connection, 0)
+        return True
+
+    def release(self, connections: Collection[Connection]) -> None:
+        """Read from them again, where they were claimed."""
+        if self.endpoint.claimed is connections:
+            self.endpoint.claimed = ()  # first: wherever Ctrl-C comes in here, the next ``go`` does the rest
+            for connection in connections:
+                self.attend(connection, 0)
+
     def stop(self) -> None:
         """End the thread, which closes the connections."""
         self._stopped = True  # the thread itself closes the connections: it may be reading from one
@@ -82,9 +118,10 @@ class EventLoop:
                         assert self._lobby is not None
                         self._lobby.hear(key.data)
                     else:
-                        self._attend(key.data, events)
+                        self.attend(key.data, events)
             for connection in self._connections:  # word of a failure, that others wait for
-                connection.move(selectors.EVENT_WRITE & connection.events)
+                with connection.turn:
+                    connection.move(selectors.EVENT_WRITE & connection.events)
             trouble = f"the connections of {self._own} were closed"
         except BaseException as error:
             trouble = f"the thread that moves the messages of {self._own} failed: {error!r}"
@@ -97,7 +134,7 @@ class EventLoop:
         if self._listener is not None and self._lobby is None:
             self._lobby = Lobby(self._listener, self._selector, self._connect)
         for connection in tuple(self._connections):
-            self._attend(connection, selectors.EVENT_WRITE | selectors.EVENT_READ)
+            self.attend(connection, selectors.EVENT_WRITE | selectors.EVENT_READ)
 
     def _connect(self, caller: Caller) -> None:
         connection = self.answer(caller)
@@ -105,26 +142,11 @@ class EventLoop:
             caller.socket.close()
             return
         connection.attach(caller.socket)
-        self._attend(connection, selectors.EVENT_WRITE | selectors.EVENT_READ)
+        self.attend(connection, selectors.EVENT_WRITE | selectors.EVENT_READ)
 
     @property
     def _own(self) -> str:
         return self.endpoint.name(self.endpoint.rank)
-
-    def _attend(self, connection: Connection, events: int) -> None:
-        if connection.socket is None:
-            return
-        connection.move(events & connection.events)
-        wanted, watched = connection.events, connection.socket in self._selector.get_map()
-        # A selector takes no empty set of events, and epoll reports a closed connection whatever it is asked
-        # for: watched for nothing, one would keep this thread busy.
-        if not wanted:
-            if watched:
-                self._selector.unregister(connection.socket)
-        elif not watched:
-            self._selector.register(connection.socket, wanted, connection)
-        elif self._selector.get_key(connection.socket).events != wanted:
-            self._selector.modify(connection.socket, wanted, connection)
 
     def close(self) -> None:
         """Close what this process has of the connections."""

@@ -8,6 +8,7 @@ others, and who is known gets an answer.
 import hmac
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -27,6 +28,15 @@ serve = socket.create_server
 connect = socket.create_connection
 pair = socket.socketpair
 Selector = selectors.DefaultSelector
+
+
+def sleep_until_read(sock: socket.socket, seconds: float) -> None:
+    """Return when there is something to be read, or after ``seconds``."""
+    if sock.fileno() >= 0:  # else the event loop has ended, and closed it
+        watched = select.poll()
+        watched.register(sock, select.POLLIN)
+        watched.poll(seconds * 1e3)
+
 
 GATHERS, REDUCTIONS = 0, 1
 KINDS = 2

@@ -24,7 +24,9 @@ NOT_SUMMED = -1
 _KEY_NBYTES = 96
 _HEAD = struct.Struct(f"<qqqqq{_KEY_NBYTES}s")
 _CRC = struct.Struct("<I")
+_NUMBER = struct.Struct("<q")
 HEAD_NBYTES = _HEAD.size + _CRC.size
+_CRC_AT, _KEY_AT = 4 * 8, 5 * 8
 _SUMS = CHECKSUMS in ("messages", "all") or (CHECKSUMS == "" and isal_zlib is not None)
 """Whether messages carry their CRC-32; by ``zlib`` that takes 6% of a core at 1 Gbit/s."""
 
@@ -62,6 +64,18 @@ def message_of(
         return _message(launch.number, nbytes, WHOLE, parts, text_of(launch.key))
     table = b"".join(itertools.starmap(RUN.pack, runs))
     return _message(launch.number, nbytes, len(runs), list(cut(parts, runs)), text_of(launch.key), table)
+
+
+def resembles(message: bytes, other: bytes) -> bool:
+    """Whether a message is whole, arrived as it was sent, and has the head of ``other`` but for sums."""
+    seen, own, of_head = memoryview(message), memoryview(other), _HEAD.size
+    return (
+        len(message) == len(other)
+        and seen[:_CRC_AT] == own[:_CRC_AT]
+        and seen[_KEY_AT:of_head] == own[_KEY_AT:of_head]
+        and crc32(seen[:of_head]) == _CRC.unpack_from(seen, of_head)[0]
+        and _NUMBER.unpack_from(seen, _CRC_AT)[0] in (NOT_SUMMED, crc32(seen[HEAD_NBYTES:]))
+    )
 
 
 def coded_message(launch: Launch, code: Sequence[memoryview], nbytes: int) -> list[memoryview]:

@@ -9,15 +9,21 @@ calls, and the lower one waits for that. Where each can be called is left in the
 import json
 import socket
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from math import inf
+
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shardwright.errors import CommError, said
 from shardwright.transport.attempt import Meeting
+from shardwright.transport.cpu.arena import Host
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.event_loop import EventLoop
 from shardwright.transport.cpu.handshake import GATHERS, KINDS, REDUCTIONS, Caller, Place, call, listen
+from shardwright.transport.cpu.shm import ShmComm, open_arena
 from shardwright.transport.cpu.transfer import Endpoint
-from shardwright.transport.process import came, start_thread
+from shardwright.transport.jobstore import of_ranks
+from shardwright.transport.process import LaunchLog, came, start_thread
 from shardwright.transport.secret import KeyAgreement
 
 _PATIENCE_S = 20.0
@@ -64,6 +70,31 @@ def open_connections(meeting: Meeting) -> "Peers | str":
         peers.loop.join()
         return refused
     return peers
+
+
+def open_near(meeting: Meeting) -> tuple[ShmComm | None, list[int]]:
+    """A transport among the ranks of this rank's host, None where it is alone or they can't share memory; and
+    the places of the ranks that speak for others: the first of each such host, and all that are alone.
+
+    Every rank of the meeting calls it, after ``open_arena``. Who doesn't speak learns of no speaker.
+    """
+    host = Host(*said(meeting.read("host", [meeting.rank])[meeting.rank]))
+    places, near = _alike(meeting, "near", str(host.place)), None
+    if len(places) > 1:
+        log = LaunchLog([meeting.log.ranks[place] for place in places], "host ")
+        store, limit = PrefixStore(f"near/{places[0]}", meeting.store), timedelta(seconds=meeting.timeout_s)
+        arena = open_arena(Meeting(store, log, places.index(meeting.rank), limit))
+        near = None if isinstance(arena, str) else ShmComm(arena, len(places))
+    speaks = near is None or near.rank == 0
+    return near, _alike(meeting, "speakers", "" if speaks else str(meeting.rank))
+
+
+def _alike(meeting: Meeting, what: str, kind: str) -> list[int]:
+    """The places of the ranks that say the same ``kind``, ascending; nobody reads of others."""
+    name, store = f"{what}/{kind}", meeting.store
+    store.set(f"{name}/{store.add(name, 1)}", str(meeting.rank))
+    meeting.refusal(what, None)
+    return sorted(map(int, of_ranks(store, name, range(1, store.add(name, 0) + 1)).values()))
 
 
 def hops(world: int) -> list[int]:

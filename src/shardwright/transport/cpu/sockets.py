@@ -8,13 +8,18 @@ Long runs of zeros in a gradient stay here (``filled_runs``); where a group is a
 """
 
 import functools
+import operator
 import weakref
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwright import clock
+from shardwright.errors import CommError
 from shardwright.transport.base import Comm, Segment, sum_in_rank_order, whole_place
 from shardwright.transport.cpu.connection import Connection
 from shardwright.transport.cpu.handshake import GATHERS, REDUCTIONS
@@ -23,7 +28,12 @@ from shardwright.transport.cpu.peers import Peers, hops
 from shardwright.transport.cpu.transfer import CollectiveFailure, Transfer, Worker
 from shardwright.transport.cpu.views import views_of
 from shardwright.transport.differences import Differences, Kept
+from shardwright.transport.process import Launch, process_state
+from shardwright.transport.recorder import DONE
 from shardwright.transport.streams import Streams
+
+if TYPE_CHECKING:
+    from shardwright.transport.cpu.shm import ShmComm
 
 _MOST_AT_ONCE = 4
 """Ranks that send their words to each other directly; more of them pass words on."""
@@ -43,7 +53,8 @@ class SocketComm(Comm):
     uses_c10d = False
     streams: Streams | None = None
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, near: "tuple[ShmComm | None, Sequence[int]] | None" = None) -> None:
+        """near: see ``open_near``; None: every rank speaks for itself."""
         self.connections = peers
         self.world = peers.world
         self.rank = peers.endpoint.rank
@@ -56,6 +67,10 @@ class SocketComm(Comm):
         self._by_peer: dict[int, dict[int, Connection]] = {}
         # Peers in an order that gives every rank another partner at each turn.
         self._peers = tuple((self.rank + shift) % self.world for shift in range(1, self.world))
+        self._near, speakers = near or (None, range(self.world))
+        self._hops = _hops_of(speakers, self.rank)
+        if self._near is not None:
+            self._near.arena.trouble = lambda: peers.endpoint.why_not(peers.endpoint.log.launched)
         weakref.finalize(self, peers.loop.stop)
 
     @property
@@ -132,43 +147,81 @@ class SocketComm(Comm):
         self.spent(start)
         return whole
 
+    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
+        """See ``Comm.exchange``. By ``all_reduce_words``, of which others' words are zeros."""
+        width, before = len(words), self.rank * len(words)
+        table = [*[0] * before, *words, *[0] * (width * (self.world - 1) - before)]
+        known = self.all_reduce_words(table, operator.or_, key)
+        return [known[at : at + width] for at in range(0, len(known), width)]
+
     def all_reduce_words(
         self, words: Sequence[int], combine: Callable[[int, int], int], key: str
     ) -> list[int]:
         """See ``Comm.all_reduce_words``. Many ranks pass words on, each time to one that is twice as far: in
-        log2(ranks) hops all reach all, with a message of each rank per hop."""
-        if self.world <= _MOST_AT_ONCE:
-            return super().all_reduce_words(words, combine, key)
-        words = list(words)
-        for hop in hops(self.world):
-            to, source = (self.rank + hop) % self.world, (self.rank - hop) % self.world
-            words = list(map(combine, words, self._pass_on(words, to, source, key)))
-        return words
+        log2(ranks) hops all reach all, with a message of each rank per hop. Of ranks that share memory one
+        passes on the words of all. Not counted in ``sent_nbytes``."""
+        if self.world == 1:
+            return list(words)
+        start, beginning = clock.perf_counter(), self._beginning()
+        with beginning:
+            launch = self.log.launch(key)
+        known = self._pass_on(self._in_host(words, combine, launch), combine, launch, beginning)
+        known = self._in_host(known, combine, launch)  # one rank has all words now, and others none but these
+        process_state.recorder.write((DONE, self.log.name, launch.number, clock.perf_counter(), True))
+        self.spent(start)
+        return known
 
-    def exchange(self, words: Sequence[int], key: str) -> list[list[int]]:
-        """See ``Comm.exchange``. Over the connections of ``all_reduce_words``: what a rank has of the ranks
-        before it goes to one that is as far ahead (Bruck's algorithm)."""
-        if self.world <= _MOST_AT_ONCE:
-            return super().exchange(words, key)
-        width, known = len(words), list(words)  # of this rank, the one before it, the one before that, ...
-        for hop in hops(self.world):
-            to, source = (self.rank + hop) % self.world, (self.rank - hop) % self.world
-            known += self._pass_on(known[: width * (self.world - hop)], to, source, key)
-        rows = [known[at : at + width] for at in range(0, len(known), width)]
-        return [rows[(self.rank - rank) % self.world] for rank in range(self.world)]
+    def _in_host(self, words: Sequence[int], combine: Callable[[int, int], int], launch: Launch) -> list[int]:
+        """Combined among the ranks that share memory with this one."""
+        if self._near is None:
+            return list(words)
+        try:
+            return self._near.all_reduce_words(words, combine, launch.key)
+        except CommError as error:  # other hosts wait for this one, and see none of its ranks end
+            self._loop.endpoint.spread(CollectiveFailure(launch.number, str(error)))
+            raise
 
-    def _pass_on(self, words: Sequence[int], to: int, source: int, key: str) -> list[int]:
-        """Send int64 to one peer, and return those that come from another one: as many. A launch of its own,
-        which every rank makes; not counted in ``sent_nbytes``. Raises: as the wait of an all-gather."""
-        sent, place = torch.tensor(words), torch.empty(len(words), dtype=torch.int64)
-        with self._beginning():
-            transfer = self._transfer(key, [sent, place])
-            self.connections.to(GATHERS, source).receive(transfer, place.nbytes, views_of([place]))
-            self.connections.to(GATHERS, to).send(transfer, message_of(transfer.launch, views_of([sent])))
-        self._loop.go()
-        transfer.wait_received()
-        transfer.wait_sent()
-        return place.tolist()
+    def _pass_on(
+        self,
+        known: list[int],
+        combine: Callable[[int, int], int],
+        launch: Launch,
+        beginning: AbstractContextManager[None],
+    ) -> list[int]:
+        """Int64 words, combined at each hop with those that come from others. beginning: around what is sent.
+        Raises: as the wait of an all-gather."""
+        links = {
+            peer: self.connections.to(GATHERS, peer) for hop in self._hops for each in hop for peer in each
+        }
+        claimed = [links[peer] for _, sources in self._hops for peer in sources]
+        try:
+            claims = self._loop.claim(claimed)
+            for to, sources in self._hops:
+                sent = array("q", known)
+                message = b"".join(message_of(launch, [memoryview(sent).cast("B")]))
+                with beginning:
+                    said = [links[peer].say(message) for peer in to]
+                    if not all(said):
+                        self._loop.go()
+                heard = list[bytes | bytearray]()
+                with self.log.waiting(launch) as waiting:
+                    while claims and len(heard) < len(sources):
+                        body = links[sources[len(heard)]].hear(message, waiting)
+                        claims = body is not None
+                        heard += [] if body is None else [body]
+                    if len(heard) < len(sources):  # late, or another message: the event loop's business
+                        self._loop.release(claimed)
+                        transfer = Transfer(self._loop.endpoint, launch, [])
+                        for peer in sources[len(heard) :]:
+                            heard.append(bytearray(8 * len(sent)))
+                            links[peer].receive(transfer, len(heard[-1]), deque([memoryview(heard[-1])]))
+                        self._loop.go()
+                        transfer.wait_received(waiting)
+                for each in heard:
+                    known = list(map(combine, known, memoryview(each).cast("q")))
+        finally:
+            self._loop.release(claimed)
+        return known
 
     def _transfer(self, key: str, keep: list[torch.Tensor]) -> Transfer:
         return Transfer(self._loop.endpoint, self.log.launch(key), keep)
@@ -230,6 +283,16 @@ class SocketComm(Comm):
             begin += part.nbytes
         message = message_of(transfer.launch, views_of(parts), joined)
         self.sent_nbytes += connection.send(transfer, message)
+
+
+def _hops_of(ranks: Sequence[int], own: int) -> list[tuple[list[int], list[int]]]:
+    """Of each hop of words among ``ranks``: to whom ``own`` sends its, and from whom others come."""
+    world, place = len(ranks), ranks.index(own)
+    steps = [range(1, world)] if 1 < world <= _MOST_AT_ONCE else [[hop] for hop in hops(world)]
+    return [
+        ([ranks[(place + way) % world] for way in step], [ranks[(place - way) % world] for way in step])
+        for step in steps
+    ]
 
 
 def _message(transfer: Transfer, parts: Sequence[torch.Tensor]) -> Sequence[memoryview]:

@@ -1,8 +1,9 @@
 """What a rank waits for on its connections, and what all of its waits have in common."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import NamedTuple, Protocol
@@ -12,10 +13,10 @@ import torch
 from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.transport.cpu.coder import Coder
-from shardwright.transport.process import Launch, LaunchLog, process_state
+from shardwright.transport.process import Launch, LaunchLog, Waiting, process_state
 from shardwright.transport.recorder import DONE
 
-_LOOK_S = 0.1  # how often who waits looks whether the watch has found something
+LOOK_S = 0.1  # how often who waits looks whether the watch has found something
 
 
 class Link(Protocol):
@@ -77,6 +78,7 @@ class Endpoint:
     changed: guards connections and transfers; notified when one of them is done or fails.
     trouble: what ended all of them, "" while they work.
     links: those that were opened, or are to be. wake: has the event loop look at what was queued on them.
+    claimed: from which of them the rank's own thread reads, and not the event loop.
     decoder: the thread that decodes what arrives coded.
     failure: of which this rank has heard, or which it has met. It goes to all ranks.
     """
@@ -88,6 +90,7 @@ class Endpoint:
         self.changed = threading.Condition()
         self.trouble = ""
         self.links: list[Link] = []
+        self.claimed: Collection[Link] = ()
         self.wake: Callable[[], None] = lambda: None
         self.failure: CollectiveFailure | None = None
         self.decoder = Worker("shardwright-decoder", self.fail)
@@ -95,6 +98,13 @@ class Endpoint:
     def name(self, rank: int) -> str:
         """What messages call a rank of the mesh axis: its number in the job."""
         return f"rank {self.log.ranks[rank]}"
+
+    def why_not(self, number: int) -> str:
+        """Why the collective of that number can't end, as far as is known; ""."""
+        failure = self.failure
+        # A peer that has passed it on may have ended for it since.
+        told = failure.why if failure is not None and failure.number <= number else ""
+        return self.trouble or told
 
     def fail(self, trouble: str) -> None:
         """Nothing moves any more: whoever waits raises ``trouble``."""
@@ -154,20 +164,21 @@ class Transfer:
             (DONE, log.name, self.launch.number, clock.perf_counter(), met, link, longest_s)
         )
 
-    def wait_received(self) -> None:
+    def wait_received(self, waiting: Waiting | None = None) -> None:
         """Return when everything has arrived. Raises: CommError naming a rank that ended, is in another
-        collective, or doesn't come in time."""
-        self._wait(self.receiving)
+        collective, or doesn't come in time. waiting: where that is part of a longer wait."""
+        self._wait(self.receiving, waiting)
 
     def wait_sent(self) -> None:
         """Return when what is sent may be freed or changed. Raises: as ``wait_received``."""
         self._wait(self.sending)
 
-    def _wait(self, links: set[Link]) -> None:
+    def _wait(self, links: set[Link], within: Waiting | None = None) -> None:
         if not links:
             return
         start = clock.monotonic()
-        with self.endpoint.log.waiting(self.launch) as waiting, self.endpoint.changed:
+        within_it = nullcontext(within) if within else self.endpoint.log.waiting(self.launch)
+        with within_it as waiting, self.endpoint.changed:
             num_missing = 0
             while links:
                 if len(links) == 1 != num_missing:
@@ -176,17 +187,15 @@ class Transfer:
                 num_missing = len(links)
                 if trouble := self._trouble(links):
                     raise CommError(f"{trouble} ({self._own} was in {self._what})")
-                if not clock.wait(self.endpoint.changed, _LOOK_S):
+                if not clock.wait(self.endpoint.changed, LOOK_S):
                     process_state.raise_diagnosis()
                     self._check_time(links, clock.monotonic() - start)
 
     def _trouble(self, links: set[Link]) -> str:
         """Why what is waited for never comes; "" while it may."""
         endpoint = self.endpoint
-        if endpoint.trouble:
-            return endpoint.trouble
-        if endpoint.failure is not None and endpoint.failure.number <= self.launch.number:
-            return endpoint.failure.why  # a peer that has passed it on may have ended for it since
+        if known := endpoint.why_not(self.launch.number):
+            return known
         found = next((link.trouble for link in links if link.trouble), "")
         if found:
             endpoint.spread(CollectiveFailure(self.launch.number, found))
