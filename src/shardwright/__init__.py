@@ -36,6 +36,8 @@ _NAMES = {
         BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims DiskOffloadPolicy Grouping
         MixedPrecisionPolicy OffloadPolicy OptimizerOffloadPolicy SchedulePolicy WatchPolicy
     """,
+    "publishing.publisher": "Publisher publish",
+    "publishing.receiver": "Receiver receive",
     "quantize": "quantize_",
     "transport.mesh": "set_transport",
     "transport.process": "record_function set_process",

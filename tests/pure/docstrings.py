@@ -53,7 +53,12 @@ NEVER_RAISES = {
 }
 """Public function -> exceptions that what it calls can raise, and why not here."""
 
-MADE_BY = {"ReduceScatterHandle": "reduce_scatter_async", "TrainStep": "make_train_step"}
+MADE_BY = {
+    "Publisher": "publish",
+    "Receiver": "receive",
+    "ReduceScatterHandle": "reduce_scatter_async",
+    "TrainStep": "make_train_step",
+}
 """Class -> the public function that makes its instances; the docstring names it in place of Args."""
 
 NO_SHAPE = {

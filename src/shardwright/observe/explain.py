@@ -71,10 +71,12 @@ class Explanation:
     Attributes:
         groups: one row for each group, with its mesh, its parameters with shapes and dtypes, and its bytes.
         unmanaged: names of the parameters that no group has.
+        published: where the model is published to, and the host memory that takes.
     """
 
     groups: tuple[GroupRow, ...]
     unmanaged: tuple[str, ...]
+    published: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = []
@@ -110,6 +112,7 @@ class Explanation:
             )
         if self.unmanaged:
             lines.append(f"not sharded: {', '.join(self.unmanaged)}")
+        lines += self.published
         return "\n".join(lines)
 
 
@@ -150,7 +153,8 @@ def explain(model: nn.Module) -> Explanation:
         for name, param in parameters_of(module).items()
         if param is not None and (id(module), name) not in managed
     ]
-    return Explanation(tuple(_row(unit, group, names) for unit, group in owned), tuple(unmanaged))
+    published = tuple(says() for unit in units for says in unit.published.values())
+    return Explanation(tuple(_row(unit, group, names) for unit, group in owned), tuple(unmanaged), published)
 
 
 def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
