@@ -1,7 +1,7 @@
 """A unit: what one call of ``fully_shard`` made. Modules that run together, and the groups they need."""
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,7 @@ class Unit:
     deferred: of a part whose group is unsharded when it is first read, what tells of that; else None.
     home: the runtime that it was made with; ``runtime`` is the one that has taken that in since.
     watched: of the unsharded parameters whose gradients are told of, the first. now: where the current
-        forward stands. buffers_compared: the phases before which ranks have compared them. published: what
-        each publisher of the model says of itself.
+        forward stands. buffers_compared: the phases before which ranks have compared them.
     """
 
     name: str
@@ -90,7 +89,6 @@ class Unit:
     deferred: "Deferred | None" = None
     buffers_compared: set[Phase] = field(default_factory=set)
     watched: nn.Parameter | None = None
-    published: dict[int, Callable[[], str]] = field(default_factory=dict)
 
     @property
     def owners(self) -> tuple["Unit", ...]:

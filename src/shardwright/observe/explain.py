@@ -17,6 +17,9 @@ from shardwright.schedule.check import exposed
 from shardwright.schedule.schedule import Phase
 from shardwright.torch_private import parameters_of
 
+PUBLISHED = "_shardwright_published"
+"""Of a module: what each publisher of it says of itself."""
+
 
 @dataclass(frozen=True)
 class ParamRow:
@@ -153,7 +156,8 @@ def explain(model: nn.Module) -> Explanation:
         for name, param in parameters_of(module).items()
         if param is not None and (id(module), name) not in managed
     ]
-    published = tuple(says() for unit in units for says in unit.published.values())
+    found = [module.__dict__.get(PUBLISHED, {}) for module in model.modules()]
+    published = tuple(says() for publishers in found for says in publishers.values())
     return Explanation(tuple(_row(unit, group, names) for unit, group in owned), tuple(unmanaged), published)
 
 

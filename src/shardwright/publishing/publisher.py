@@ -4,7 +4,6 @@ main thread     step, send(): copy this rank's shards to the host, step, send(),
 its thread             code or write them, hand them over        the next ones
 """
 
-import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from shardwright.checkpoint.agree import Ranks, ranks
 from shardwright.checkpoint.format import Box, TensorEntry
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checksum import crc32
-from shardwright.engine.unit import units_in
 from shardwright.errors import CheckpointError, CommError, InputError, StageError
 from shardwright.lora import adapters_in
+from shardwright.observe.explain import PUBLISHED
 from shardwright.publishing.destination import Destination
 from shardwright.publishing.folders import GROUP_TIMEOUT, Folder, config_of, location_at
 from shardwright.publishing.server import Server
@@ -222,7 +221,7 @@ class Publisher:
         self.address = self._target.address or self.address
         pinned = any(p.device.type != "cpu" for p in model.parameters())
         self._staging = Staging(layout, group.rank, pinned)
-        units_in(model)[0].published[id(self)] = self._said
+        model.__dict__.setdefault(PUBLISHED, {})[id(self)] = self._said
         self._thread = start_thread("shardwright-publish", self._run)
 
     def _said(self) -> str:
@@ -353,8 +352,7 @@ class Publisher:
                 self._is_closed = True
                 self._changed.notify_all()
             self._thread.join(timeout)
-            with contextlib.suppress(IndexError, KeyError):  # the model may be another by now
-                del units_in(self._model)[0].published[id(self)]
+            self._model.__dict__[PUBLISHED].pop(id(self), None)
 
     def __enter__(self) -> "Publisher":
         return self
