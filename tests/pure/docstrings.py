@@ -27,8 +27,8 @@ AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 PACKAGE = "shardwright"
 CHECKPOINTS = ("checkpoint", "checkpoint.convert", "checkpoint.tools", "checkpoint.xla")
 LIBRARIES = ("xla", "xla.checkpoint", "xla.files", "hf", "clients.fabric", "clients.lightning")
-OTHERS = ("publishing.engines", "wrapper", "plan", "plan.cluster", "lora", "quantized.nf4", "quantized.interchange")
-PUBLIC = ("public", *CHECKPOINTS, *LIBRARIES, *OTHERS)
+OTHERS = ("wrapper", "plan", "plan.cluster", "lora", "quantized.nf4", "quantized.interchange")
+PUBLIC = ("public", "publishing.engines", *CHECKPOINTS, *LIBRARIES, *OTHERS)
 """Modules whose names are for users; `shardwright` itself gives out the names of `public`."""
 
 CANNOT_RAISE = {

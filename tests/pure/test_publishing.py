@@ -185,7 +185,7 @@ class Given:
         return False
 
     def entries(self):
-        return {f"w{i}": TensorEntry((4,), "F32", (f"tied{i}",) if i == 2 else ()) for i in range(3)}
+        return {f"w{i}": TensorEntry((4,), "F32", (), (f"tied{i}",) if i == 2 else ()) for i in range(3)}
 
     def tensors(self):
         for i, (name, entry) in enumerate(self.entries().items()):

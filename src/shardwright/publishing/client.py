@@ -136,7 +136,7 @@ class Client:
         pending: list[list[Message]] = [[] for _ in self._ranks]
         until, waits = 0, wait_s
         while True:
-            behind = [i for i in range(len(pending)) if not until or self._at(pending, i) < until]
+            behind = [i for i in range(len(pending)) if not until or self._at(pending[i], i) < until]
             if not behind:
                 break
             found = [self._pool.submit(self._collect, i, pending[i], until, waits) for i in behind]
@@ -149,7 +149,7 @@ class Client:
                     f"{self._ranks[behind[0]].where} has no version {until}, which other ranks have sent, "
                     f"for {waits:g} s; see whether all ranks call send(), and call again"
                 )
-            until, waits = max(self._at(pending, i) for i in range(len(pending))), SILENT_S
+            until, waits = max(self._at(each, i) for i, each in enumerate(pending)), SILENT_S
         self.version = 0  # until all have followed
         try:
             for copies, messages in zip(self._copies, pending, strict=True):
@@ -162,16 +162,17 @@ class Client:
         self.version = until
         return True
 
-    def _at(self, pending: list[list[Message]], i: int) -> int:
-        return pending[i][-1].version if pending[i] else self._copies[i].number
+    def _at(self, pending: list[Message], i: int) -> int:
+        return pending[-1].version if pending else self._copies[i].number
 
     def _collect(self, i: int, pending: list[Message], until: int, wait_s: float) -> bool:
-        """Ask one rank for all that brings it to ``until``, or to its newest version."""
+        """Ask one rank for all that brings it to ``until``, or to its newest version; whether any came."""
+        came = False
         while True:
-            have = pending[-1].version if pending else self._copies[i].number
-            message, newest = self._ranks[i].ask(have, until, wait_s, self._names[i])
+            message, newest = self._ranks[i].ask(self._at(pending, i), until, wait_s, self._names[i])
             if message is None:
-                return bool(pending)
+                return came
+            came = True
             if not message.base:
                 pending.clear()
             pending.append(message)

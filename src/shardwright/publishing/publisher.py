@@ -30,7 +30,7 @@ from shardwright.publishing.shards import (
     Layout,
     Names,
     Staging,
-    check_between_steps,
+    come_to_rest,
     layout_of,
     shards_of,
 )
@@ -98,7 +98,7 @@ def publish(
         weight (4, 8) torch.bfloat16
         bias (4,) torch.bfloat16
     """
-    check_between_steps(model, "publish")
+    come_to_rest(model, "publish")
     _check(model, to, dtype, names, keep)
     group = _own_ranks()
     described: dict[str, TensorEntry] = {}
@@ -117,7 +117,7 @@ def publish(
     def told() -> tuple[int, Held]:
         if fault:
             raise InputError(fault)
-        return crc32(repr(described).encode()), own
+        return crc32(f"{described} {'' if callable(to) else to}".encode()), own
 
     try:
         marks, held = zip(*group.together("publish()", told), strict=True)
@@ -125,7 +125,8 @@ def publish(
         raise (InputError(fault) if fault else error) from error
     if differ := [rank for rank, mark in enumerate(marks) if mark != marks[0]]:
         raise InputError(
-            f"rank {differ[0]} publishes other names, shapes or dtypes than rank 0; give all the same"
+            f"rank {differ[0]} publishes other names, shapes or dtypes than rank 0, or to another place; "
+            "give all ranks the same"
         )
     layout = layout_of(described, held)
     return Publisher(model, to, dtype, names, keep, group, layout)
@@ -284,7 +285,7 @@ class Publisher:
             CheckpointError: a tensor has a dtype or a placement now that can't be sent. The same holds.
             CommError: this rank couldn't hand over an earlier version; the cause says why.
         """
-        check_between_steps(self._model, "send")
+        come_to_rest(self._model, "send")
         self._check_open("send")
         with torch.no_grad(), self._changed:
             while self._error is None and (self._is_busy or (self._target.takes_each and self._is_due())):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,29 +24,8 @@ _ASK_S = 1.0
 _MODEL = "model/"
 
 
-class VersionSource(Protocol):
-    """Where versions come from. version: the one that is here, 0 before the first."""
-
-    version: int
-
-    def advance(self, wait_s: float) -> bool:
-        """Go to the newest version; False where none has come in that time. Raises: Ended, CommError."""
-        ...
-
-    def entries(self) -> Mapping[str, TensorEntry]:
-        """What the version has."""
-        ...
-
-    def tensors(self) -> Iterator[tuple[str, TensorEntry, torch.Tensor]]:
-        """Each tensor of the version, in memory of its own."""
-        ...
-
-    def close(self) -> None:
-        """Free what is held."""
-
-
 class _Files:
-    """See ``VersionSource``: a folder or bucket that ranks write versions into."""
+    """See ``Client``: versions in a folder or bucket."""
 
     def __init__(self, path: Location) -> None:
         self.version, self._path = 0, path
@@ -55,7 +33,7 @@ class _Files:
         storage_of(path)  # raises for a URL of an unknown kind
 
     def advance(self, wait_s: float) -> bool:
-        """See ``VersionSource``."""
+        """See ``Client``."""
         deadline = clock.monotonic() + wait_s
         while not self._look():
             if clock.monotonic() > deadline:
@@ -78,21 +56,21 @@ class _Files:
         return True
 
     def entries(self) -> Mapping[str, TensorEntry]:
-        """See ``VersionSource``."""
+        """See ``Client``."""
         if self._found is None:
             return {}
         manifest = self._found[1]
         return {key.removeprefix(_MODEL): manifest.tensors[key] for key in manifest.state[ORDER]}
 
     def tensors(self) -> Iterator[tuple[str, TensorEntry, torch.Tensor]]:
-        """See ``VersionSource``."""
+        """See ``Client``."""
         assert self._found is not None
         with Reader(self._found[0]) as reader:
             for name, entry in self.entries().items():
                 yield name, entry, read_tensor(reader, _MODEL + name, entry)
 
     def close(self) -> None:
-        """See ``VersionSource``."""
+        """See ``Client``."""
 
 
 class Receiver:
@@ -100,7 +78,7 @@ class Receiver:
     manager, which closes it. For one thread.
     """
 
-    def __init__(self, address: str, source: VersionSource, timeout: float) -> None:
+    def __init__(self, address: str, source: Client | _Files, timeout: float) -> None:
         self.address, self._source, self._patience_s = address, source, timeout
 
     @property
@@ -231,7 +209,7 @@ def receive(address: str | PurePath, *, timeout: float = 60.0) -> Receiver:
         >>> publisher.close()
     """
     if str(address).startswith("tcp://"):
-        source: VersionSource = Client(*host_and_port(str(address)), secret.given(), timeout)
+        source: Client | _Files = Client(*host_and_port(str(address)), secret.given(), timeout)
     else:
         source = _Files(location_at(address))
     return Receiver(str(address), source, timeout)

@@ -52,12 +52,13 @@ class Server(Destination):
         """See ``Destination``: code what has changed."""
         last = self._versions.number
         with self._changed:
-            wanted = last > 0 and last in self._have.values()
+            # Or somebody is about to get the whole of it, and goes on from there.
+            wanted = last > 0 and (last in self._have.values() or self._versions.full is not None)
         self._versions.take(number, pieces, wanted)
 
     def has_more(self) -> bool:
         """See ``Destination``."""
-        return self._wants_full and self._versions.full is None and self._versions.number > 0
+        return self._wants_full and self._versions.number > 0
 
     def do_more(self) -> None:
         """See ``Destination``: make the message of a whole version."""
@@ -144,6 +145,8 @@ class Server(Destination):
                 frames.send(sock, Frame(frames.PIECE, answer.version, answer.base), piece)
             with self._changed:
                 self._have[sock] = answer.version
+                if self._versions.full is answer:
+                    self._versions.full = None  # whoever needs one next has it made
                 self._changed.notify_all()
         else:
             frames.send(sock, Frame(answer))

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.api import between_steps
 from shardwright.checkpoint.agree import made, plain
 from shardwright.checkpoint.flat import FlatSlice, base_tensor
 from shardwright.checkpoint.format import Box, TensorEntry, overlaps
 from shardwright.checkpoint.live import Part, model_tensors, part_of
 from shardwright.checkpoint.shardfile import DTYPE_NAME, TORCH_DTYPE
 from shardwright.engine.unit import units_in
-from shardwright.errors import InputError, StageError
+from shardwright.errors import InputError
 from shardwright.lora import Lora, adapters_in, merged_weight
 from shardwright.quantized import encodings
 from shardwright.quantized.codec import Encoding, scales_name
@@ -40,16 +41,10 @@ class Shard:
     views: Sequence[tuple[Box, torch.Tensor]]
 
 
-def check_between_steps(model: nn.Module, caller: str) -> None:
+def come_to_rest(model: nn.Module, caller: str) -> None:
     """Bring a sharded model to rest. Local. Raises: InputError, StageError."""
-    units = units_in(model)
-    if not units:
-        raise InputError(
-            f"{caller}: {type(model).__name__} has no sharded module; call fully_shard on it first"
-        )
-    if phases := [phase for unit in units if (phase := unit.runtime.running()) is not None]:
-        raise StageError(f"{caller} was called inside a {phases[0]}; call it after optimizer.step()")
-    for unit in units:
+    between_steps(model, caller)
+    for unit in units_in(model):
         unit.runtime.rest()
 
 

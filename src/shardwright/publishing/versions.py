@@ -50,16 +50,15 @@ class Versions:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that are held now."""
-        messages = [*self.messages.values(), *([self.full] if self.full else [])]
+        messages = [*self.messages.values(), self.full or Message(0, 0, ())]
         return sum(kept.nbytes for kept in self._kept) + sum(message.nbytes for message in messages)
 
     def take(self, number: int, pieces: Sequence[torch.Tensor], wanted: bool) -> None:
         """Keep a version; ``wanted``: somebody has the last one, and gets what has changed since."""
-        self.full = None
         if not self._kept:
             self._kept = [_kept(np.zeros_like(_words(piece)), 0) for piece in pieces]
         if not wanted:
-            self.messages.clear()
+            self.messages, self.full = {}, None
             for kept, piece in zip(self._kept, pieces, strict=True):
                 version = kept.versions[_ORIGIN]
                 version.words[:], version.crc = _words(piece), None
@@ -73,12 +72,17 @@ class Versions:
         room = sum(kept.nbytes for kept in self._kept) // _HISTORY
         while len(self.messages) > 1 and sum(each.nbytes for each in self.messages.values()) > room:
             del self.messages[min(self.messages)]
+        full = self.full
+        if full is not None and full.version not in self.messages:
+            self.full = None  # nothing goes on from there
 
     def make_full(self) -> None:
         """Make the message that brings a receiver here from nothing."""
-        fresh = [_kept(np.zeros_like(kept.versions[_ORIGIN].words), 0, codes=False) for kept in self._kept]
-        words = [torch.from_numpy(kept.versions[_ORIGIN].words) for kept in self._kept]
-        pieces = [self._coded(each, kept) for each, kept in zip(words, fresh, strict=True)]
+        pieces = []
+        for kept in self._kept:
+            words = kept.versions[_ORIGIN].words
+            fresh = _kept(np.zeros_like(words), 0, codes=False)
+            pieces.append(self._coded(torch.from_numpy(words), fresh))
         self.full = Message(self.number, 0, pieces)
 
     def _coded(self, piece: torch.Tensor, kept: Kept) -> bytes:
@@ -90,7 +94,8 @@ class Versions:
         message = self.messages.get(have) if have else None
         if message is not None and (not until or message.version <= until):
             return message
-        return self.full
+        full = self.full
+        return full if full is not None and full.version > have else None
 
 
 class Copies:
