@@ -1,6 +1,7 @@
 """Receivers of published weights have the bits of ``full_state_dict``, whatever shards the model."""
 
 import contextlib
+import copy
 import errno
 import json
 import os
@@ -446,17 +447,19 @@ def test_a_rank_that_cannot_write_ends_the_publisher_on_all_and_leaves_nothing(r
 
 
 @on_ranks(2)
-def test_shared_memory_is_a_folder_that_ends_with_the_publisher(rank, tmp_path):
-    name = f"shm://test-{tmp_path.name}"
+@pytest.mark.parametrize("scheme", ["shm", "file"])
+def test_shared_memory_and_urls_are_folders_and_memory_ends_with_the_publisher(rank, tmp_path, scheme):
+    name = f"shm://test-{tmp_path.name}" if scheme == "shm" else f"file://{tmp_path}/weights"
     model = sharded(build())
-    publisher = publish(model, name)
-    publisher.send()
+    publisher = publish(model, name, keep=1)
+    for _ in range(2):
+        publisher.send()
     whole = full_state_dict(model)
     if rank == 0:
-        assert_bits(received(receive(name), 1), whole)
+        assert_bits(received(receive(name), 2), whole)
     dist.barrier()
     publisher.close()
-    assert not folders.location_at(name).exists() or rank
+    assert scheme != "shm" or rank or not folders.location_at(name).exists()
 
 
 @on_ranks(2)
@@ -534,6 +537,7 @@ def test_staging_is_this_ranks_shards_once_and_explain_says_so(rank):
             publisher.send()
             receiver.wait(version)
             change(model)
+        assert not shardwright.explain(copy.deepcopy(model)).published
         (says,) = shardwright.explain(model).published
         assert publisher.address in str(shardwright.explain(model))
         total, staged, rest = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+)(?= bytes| for)", says))

@@ -18,7 +18,7 @@ from shardwright.schedule.schedule import Phase
 from shardwright.torch_private import parameters_of
 
 PUBLISHED = "_shardwright_published"
-"""Of a module: what each publisher of it says of itself."""
+"""Of a module: weak references to its publishers; a copy of the module has them, too."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def explain(model: nn.Module) -> Explanation:
         for name, param in parameters_of(module).items()
         if param is not None and (id(module), name) not in managed
     ]
-    found = [module.__dict__.get(PUBLISHED, {}) for module in model.modules()]
-    published = tuple(says() for publishers in found for says in publishers.values())
+    found = [(module, ref()) for module in model.modules() for ref in module.__dict__.get(PUBLISHED, ())]
+    published = tuple(each.said for module, each in found if each is not None and each.model is module)
     return Explanation(tuple(_row(unit, group, names) for unit, group in owned), tuple(unmanaged), published)
 
 

@@ -6,6 +6,7 @@ its thread             code or write them, hand them over        the next ones
 
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -205,7 +206,7 @@ class Publisher:
         group: Ranks,
         layout: Layout,
     ) -> None:
-        self._model, self._dtype, self._group = model, dtype, group
+        self.model, self._dtype, self._group = model, dtype, group
         self._names: Names = names
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -222,10 +223,11 @@ class Publisher:
         self.address = self._target.address or self.address
         pinned = any(p.device.type != "cpu" for p in model.parameters())
         self._staging = Staging(layout, group.rank, pinned)
-        model.__dict__.setdefault(PUBLISHED, {})[id(self)] = self._said
+        model.__dict__.setdefault(PUBLISHED, []).append(weakref.ref(self))
         self._thread = start_thread("shardwright-publish", self._run)
 
-    def _said(self) -> str:
+    @property
+    def said(self) -> str:
         """What ``explain`` says of this publisher."""
         parts = self._staging.nbytes, self._target.nbytes
         return (
@@ -285,14 +287,14 @@ class Publisher:
             CheckpointError: a tensor has a dtype or a placement now that can't be sent. The same holds.
             CommError: this rank couldn't hand over an earlier version; the cause says why.
         """
-        come_to_rest(self._model, "send")
+        come_to_rest(self.model, "send")
         self._check_open("send")
         with torch.no_grad(), self._changed:
             while self._error is None and (self._is_busy or (self._target.takes_each and self._is_due())):
                 clock.wait(self._changed, _LOOK_S)
             self._raise_error()
             self._staged = 0  # until all of it is there, nobody may take it
-            if self._staging.fill(shards_of(self._model, self._dtype, self._names)):
+            if self._staging.fill(shards_of(self.model, self._dtype, self._names)):
                 wait_for_stream()
             self.version += 1
             self._staged = self.version
@@ -353,7 +355,7 @@ class Publisher:
                 self._is_closed = True
                 self._changed.notify_all()
             self._thread.join(timeout)
-            self._model.__dict__[PUBLISHED].pop(id(self), None)
+            self.model.__dict__[PUBLISHED].remove(weakref.ref(self))
 
     def __enter__(self) -> "Publisher":
         return self
