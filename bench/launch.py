@@ -36,7 +36,7 @@ def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace],
         dist.destroy_process_group()
         return
     try:
-        _launch(options.link, options.world, script, options.limit_s)
+        start(options.link, options.world, script, options.limit_s)
     except LinkError as error:
         sys.exit(f"bench: {error}")
 
@@ -49,7 +49,7 @@ def slowest_s(round_s: Callable[[], float]) -> float:
     return took.item()
 
 
-def _launch(link: str, world: int, script: str, limit_s: float) -> None:
+def start(link: str, world: int, script: str, limit_s: float) -> None:
     """Start ``script`` with this process' arguments and ``--rank``, ``--store`` once per rank; end them all.
 
     Exits with a message where a rank fails or runs past ``limit_s``. Raises: LinkError.

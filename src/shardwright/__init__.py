@@ -16,9 +16,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 _NAMES = {
-    "api": """
-        communication_s full_state_dict fully_shard offload_states reload_states stats stream_state_dict
-    """,
+    "api": "communication_s full_state_dict fully_shard offload_states reload_states stats stream_state_dict",
     "ops.bucketer": "ReduceScatterBucketer ReduceScatterHandle",
     "ops.clip": "clip_grad_norm_",
     "engine.building.build": "ShardPlacementResult",
@@ -36,6 +34,8 @@ _NAMES = {
         BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims DiskOffloadPolicy Grouping
         MixedPrecisionPolicy OffloadPolicy OptimizerOffloadPolicy SchedulePolicy WatchPolicy
     """,
+    "publishing.publisher": "Publisher publish",
+    "publishing.receiver": "Receiver receive",
     "quantize": "quantize_",
     "transport.mesh": "set_transport",
     "transport.process": "record_function set_process",

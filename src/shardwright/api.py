@@ -346,7 +346,7 @@ def offload_states(
     """
     from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
 
-    groups = _between_steps(model, "offload_states")
+    groups = between_steps(model, "offload_states")
     away.check_reduced(groups)
     if params:
         for unit in units_in(model):
@@ -376,10 +376,10 @@ def reload_states(
     wanted = {State.PARAMS: params, State.GRADS: grads, State.OPTIMIZER: optimizer_state}
     from shardwright.engine.optimizers import away  # noqa: PLC0415 offloaded states
 
-    away.bring_back(_between_steps(model, "reload_states"), [state for state in State if wanted[state]])
+    away.bring_back(between_steps(model, "reload_states"), [state for state in State if wanted[state]])
 
 
-def _between_steps(model: nn.Module, caller: str) -> list[ParamGroup]:
+def between_steps(model: nn.Module, caller: str) -> list[ParamGroup]:
     """The groups of a model. Raises: InputError, StageError."""
     units = units_in(model)
     if not units:

@@ -41,6 +41,8 @@ from shardwright.policy import (
     SchedulePolicy,
     WatchPolicy,
 )
+from shardwright.publishing.publisher import Publisher, publish
+from shardwright.publishing.receiver import Receiver, receive
 from shardwright.quantize import quantize_
 from shardwright.quantized import nf4
 from shardwright.transport.mesh import set_transport
@@ -60,6 +62,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimizerOffloadPolicy",
+    "Publisher",
+    "Receiver",
     "ReduceScatterBucketer",
     "ReduceScatterHandle",
     "SchedulePolicy",
@@ -81,7 +85,9 @@ __all__ = [
     "nf4",
     "offload_states",
     "pickle_shards",
+    "publish",
     "quantize_",
+    "receive",
     "record_function",
     "register_fsdp_forward_method",
     "reload_states",

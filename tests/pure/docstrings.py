@@ -28,7 +28,7 @@ PACKAGE = "shardwright"
 CHECKPOINTS = ("checkpoint", "checkpoint.convert", "checkpoint.tools", "checkpoint.xla")
 LIBRARIES = ("xla", "xla.checkpoint", "xla.files", "hf", "clients.fabric", "clients.lightning")
 OTHERS = ("wrapper", "plan", "plan.cluster", "lora", "quantized.nf4", "quantized.interchange")
-PUBLIC = ("public", *CHECKPOINTS, *LIBRARIES, *OTHERS)
+PUBLIC = ("public", "publishing.engines", *CHECKPOINTS, *LIBRARIES, *OTHERS)
 """Modules whose names are for users; `shardwright` itself gives out the names of `public`."""
 
 CANNOT_RAISE = {
@@ -53,7 +53,12 @@ NEVER_RAISES = {
 }
 """Public function -> exceptions that what it calls can raise, and why not here."""
 
-MADE_BY = {"ReduceScatterHandle": "reduce_scatter_async", "TrainStep": "make_train_step"}
+MADE_BY = {
+    "Publisher": "publish",
+    "Receiver": "receive",
+    "ReduceScatterHandle": "reduce_scatter_async",
+    "TrainStep": "make_train_step",
+}
 """Class -> the public function that makes its instances; the docstring names it in place of Args."""
 
 NO_SHAPE = {

@@ -25,6 +25,7 @@ FLOORS = {
     "finetune": 14,
     "hf": 13,
     "public": 14,
+    "publishing": 12,
     "plan": 10,
     "plan.file": 3,
     "train": 12,

@@ -17,6 +17,9 @@ from shardwright.schedule.check import exposed
 from shardwright.schedule.schedule import Phase
 from shardwright.torch_private import parameters_of
 
+PUBLISHED = "_shardwright_published"
+"""Of a module: weak references to its publishers; a copy of the module has them, too."""
+
 
 @dataclass(frozen=True)
 class ParamRow:
@@ -71,10 +74,12 @@ class Explanation:
     Attributes:
         groups: one row for each group, with its mesh, its parameters with shapes and dtypes, and its bytes.
         unmanaged: names of the parameters that no group has.
+        published: where the model is published to, and the host memory that takes.
     """
 
     groups: tuple[GroupRow, ...]
     unmanaged: tuple[str, ...]
+    published: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = []
@@ -110,6 +115,7 @@ class Explanation:
             )
         if self.unmanaged:
             lines.append(f"not sharded: {', '.join(self.unmanaged)}")
+        lines += self.published
         return "\n".join(lines)
 
 
@@ -150,7 +156,9 @@ def explain(model: nn.Module) -> Explanation:
         for name, param in parameters_of(module).items()
         if param is not None and (id(module), name) not in managed
     ]
-    return Explanation(tuple(_row(unit, group, names) for unit, group in owned), tuple(unmanaged))
+    found = [(module, ref()) for module in model.modules() for ref in module.__dict__.get(PUBLISHED, ())]
+    published = tuple(each.said for module, each in found if each is not None and each.model is module)
+    return Explanation(tuple(_row(unit, group, names) for unit, group in owned), tuple(unmanaged), published)
 
 
 def _row(unit: Unit, group: ParamGroup, names: dict[int, str]) -> GroupRow:
