@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this checkout, not one installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -112,7 +113,7 @@ def _measure_hops(options: argparse.Namespace) -> None:
 
 def _raw(rank: int) -> Callable[[], None]:
     """There and back over a TCP connection between ranks 0 and 1; nothing on other ranks."""
-    place: list[object] = [None]
+    place: list[Any] = [None]
     if rank == 0:
         listener, own = listen()
         place = [(own.host, own.port)]

@@ -262,13 +262,13 @@ class LaunchLog:
         index = operation - 1 - (self.operations - len(of))
         return of[index] if 0 <= index < len(of) else None
 
-    def waiting(self, launch: Launch) -> "Waiting":
+    def waiting(self, launch: Launch) -> "_Waiting":
         """A block in which this thread waits for the others in ``launch``.
 
         A RuntimeError that leaves it (a closed connection, a peer that is elsewhere) is replaced by the
         watch's diagnosis, where the watch is on and finds one.
         """
-        return Waiting(Wait(self, launch, clock.monotonic()))
+        return _Waiting(Wait(self, launch, clock.monotonic()))
 
 
 class _Beginning:
@@ -294,7 +294,7 @@ class _Beginning:
                 self._on_break(log.broken)
 
 
-class Waiting:
+class _Waiting:
     """See ``LaunchLog.waiting``. Waits don't nest within a thread."""
 
     __slots__ = ("_link", "_since", "_start", "_thread", "_wait")
@@ -309,7 +309,7 @@ class Waiting:
         ranks = self._wait.log.ranks
         self._link, self._since = (ranks[source], ranks[to]), clock.perf_counter()
 
-    def __enter__(self) -> "Waiting":
+    def __enter__(self) -> "_Waiting":
         process_state.waits[self._thread] = self._wait
         self._start, recorder = clock.perf_counter(), process_state.recorder
         if self._start > recorder.look_s and self._thread == process_state.thread:

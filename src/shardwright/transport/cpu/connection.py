@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -37,7 +38,6 @@ from shardwright.transport.cpu.pages import take_bytes
 from shardwright.transport.cpu.transfer import LOOK_S, CollectiveFailure, Endpoint, Transfer
 from shardwright.transport.cpu.views import RUN, crc32_of, skip, view_of, views_of
 from shardwright.transport.differences import Kept
-from shardwright.transport.process import Waiting
 
 TEXT_NBYTES = 4096  # at most, of such a message
 
@@ -199,7 +199,7 @@ class Connection:
                 return False
         return True
 
-    def hear(self, message: bytes, waiting: Waiting) -> bytes | None:
+    def hear(self, message: bytes, waiting: Any) -> bytes | None:
         """By who has claimed it: the next message, once it is there, where it is as ``message`` but for the
         words in it. None, and nothing was taken, where it isn't, or doesn't come soon: ``receive`` it."""
         sock, head = self.socket, b"" if self._head_views else bytes(self._head)

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shardwright import clock
 from shardwright.errors import CommError
 from shardwright.transport.cpu.coder import Coder
-from shardwright.transport.process import Launch, LaunchLog, Waiting, process_state
+from shardwright.transport.process import Launch, LaunchLog, process_state
 from shardwright.transport.recorder import DONE
 
 LOOK_S = 0.1  # how often who waits looks whether the watch has found something
@@ -164,16 +164,16 @@ class Transfer:
             (DONE, log.name, self.launch.number, clock.perf_counter(), met, link, longest_s)
         )
 
-    def wait_received(self, waiting: Waiting | None = None) -> None:
+    def wait_received(self, waiting: Any = None) -> None:
         """Return when everything has arrived. Raises: CommError naming a rank that ended, is in another
-        collective, or doesn't come in time. waiting: where that is part of a longer wait."""
+        collective, or doesn't come in time. waiting: the ``LaunchLog.waiting`` that it is part of."""
         self._wait(self.receiving, waiting)
 
     def wait_sent(self) -> None:
         """Return when what is sent may be freed or changed. Raises: as ``wait_received``."""
         self._wait(self.sending)
 
-    def _wait(self, links: set[Link], within: Waiting | None = None) -> None:
+    def _wait(self, links: set[Link], within: Any = None) -> None:
         if not links:
             return
         start = clock.monotonic()
