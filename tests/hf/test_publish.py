@@ -1,6 +1,7 @@
 """Published models of transformers: what it loads, and the worked example of docs/publish.md."""
 
 import re
+import sys
 
 import pytest
 
@@ -10,10 +11,9 @@ import torch
 import transformers
 
 from shardwright import full_state_dict, fully_shard, publish
-from tests.fences import fences
+from tests.fences import ROOT, fences, run_command
 from tests.hf.models import config
 from tests.ranks.pool import run_ranks
-from tests.ranks.test_examples import run_here
 
 
 def writes(rank, world, folder, kind):
@@ -38,8 +38,9 @@ def test_transformers_loads_a_version_bit_for_bit(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_learns_from_what_its_sampler_writes(tmp_path):
+def test_the_example_learns_from_what_its_sampler_writes():
     (command,) = [c for fence in fences("publish.md") for c in fence.commands if ".venv-hf/" in c]
-    wrote = run_here(f"{command.removeprefix('.venv-hf/bin/')} --steps 12", tmp_path)
+    start = f"{sys.executable} -m torch.distributed.run --standalone"
+    wrote = run_command(f"{command.replace('.venv-hf/bin/torchrun', start)} --steps 12", ROOT, limit_s=300.0)
     rewards = [float(found) for found in re.findall(r"version \d+: (\S+) of", wrote)]
     assert len(rewards) == 12 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.3

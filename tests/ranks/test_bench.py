@@ -47,12 +47,18 @@ def test_the_bench_measures_a_tiny_model_end_to_end(tmp_path):
         assert "deepspeed: skipped: the package deepspeed is not installed" in done.stdout
 
 
-def toy(script):
+def toy(script, limit_s=60):
     """What a bench prints at toy size, started as a user starts it; it must end well."""
     words = [sys.executable, f"bench/{script}", "--toy"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+def test_the_bench_of_publishing_prints_a_row_for_each_rate():
+    *_, row = toy("publish.py", limit_s=200).splitlines()
+    assert [float(cell.rstrip("%")) > 0 for cell in row.split("|")[1:-1]] == [True] * 6
 
 
 @pytest.mark.slow
