@@ -279,11 +279,13 @@ class Order:
         while first < end:
             epoch, begin = divmod(first, self.num_windows)
             if epoch != self._epoch[0]:
-                order = np.random.default_rng((self._seed, epoch)).permutation(self.num_windows)
-                self._epoch = (epoch, order)
+                self._epoch = (epoch, self._order_of(epoch))
             found.append(self._epoch[1][begin : begin + end - first])
             first += len(found[-1])
         return np.concatenate(found)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, epoch)).permutation(self.num_windows)
 
 
 class TrainBatches:
