@@ -106,10 +106,11 @@ def test_what_a_transport_meets_is_asked_about_at_once_and_three_times(monkeypat
 
 class Watched(Few):
     """Each rank watches and does its part, given a log of its launches, from the second 2 on, when all have
-    met. said: of each rank what it raised ("": nothing), and when. lines: what watches wrote into logs."""
+    met. said: of each rank what it raised ("": nothing), and when. done: whose part ended without an error.
+    lines: what watches wrote into logs."""
 
     def __init__(self, *parts, hosts="abc", **policy):
-        self.policy, self.said, self.lines = WatchPolicy(**policy), {}, []
+        self.policy, self.said, self.lines, self.done = WatchPolicy(**policy), {}, [], set()
         super().__init__(*[partial(self._take, part) for part in parts], hosts=hosts)
 
     def _take(self, part):
@@ -123,6 +124,7 @@ class Watched(Few):
         error: object = ""
         try:
             part(LaunchLog(range(dist.get_world_size()), "cpu"))
+            self.done.add(rank)
             process_state.raise_diagnosis()
         except CommError as raised:
             error = raised
@@ -268,6 +270,11 @@ def lived(job, *events):
     return job.live()
 
 
+def first_is_done(job, *events):
+    assert 0 in lived(job, *events).done
+    return job
+
+
 @pytest.mark.parametrize(("parts", "hosts", "events", "told"), FAULTS.values(), ids=FAULTS)
 def test_who_waits_hears_what_is_wrong_in_time_and_who_is_well_is_not_accused(parts, hosts, events, told):
     job = lived(Watched(*parts, hosts=hosts), *events)
@@ -365,7 +372,7 @@ def test_a_rank_that_is_told_to_end_says_who_failed_or_is_lost_by_then_if_one_is
     parts = [is_told_too if other == "last word" else sleeps if event is killed else other, other]
     at_s = 5.9 if event is store_is_silent else 3.5
     waiting = [other, sleeps] if getattr(other, "func", None) is waits else [sleeps, parts[0]]
-    job = lived(Watched(ends, *waiting, hosts="aaa"), *[(at_s, event)] if event else ())
+    job = first_is_done(Watched(ends, *waiting, hosts="aaa"), *[(at_s, event)] if event else ())
     assert bool(told) == any(key.endswith("/diagnosis") for key in job.store.keys)
 
 
@@ -381,7 +388,7 @@ def test_what_a_transport_met_is_raised_itself_within_5_s_where_nothing_explains
         sleeps(log, 30.0)
         assert timed(own.explain, met) == (met, 0.0) and process_state.explain is process_state.look is None
 
-    lived(Watched(part, sleeps, sleeps, answer_s=9.0), (3.0, stopped))
+    first_is_done(Watched(part, sleeps, sleeps, answer_s=9.0), (3.0, stopped))
 
 
 def test_a_watch_that_is_stopped_ends_at_once_and_a_policy_is_followed_from_then_on():
@@ -402,7 +409,7 @@ def test_a_watch_that_is_stopped_ends_at_once_and_a_policy_is_followed_from_then
         sleeps(log, 3.0)
         assert ended == [(None, 0.0)] and not inside._thread.is_alive()
 
-    lived(Watched(part, sleeps, sleeps))
+    first_is_done(Watched(part, sleeps, sleeps))
 
 
 def test_a_rank_that_looks_hears_at_once_of_what_was_found_unless_its_watch_has_ended():
@@ -420,7 +427,7 @@ def test_a_rank_that_looks_hears_at_once_of_what_was_found_unless_its_watch_has_
         own.look()
         assert process_state.diagnosis is None
 
-    lived(Watched(part, ended, sleeps))
+    assert 1 in first_is_done(Watched(part, ended, sleeps)).done
 
 
 def test_a_rank_that_looks_waits_for_a_silent_store_no_longer_than_a_second():
@@ -428,7 +435,7 @@ def test_a_rank_that_looks_waits_for_a_silent_store_no_longer_than_a_second():
         sleeps(log, 5.0)
         assert timed(process_state.look) == (None, pytest.approx(1.0, abs=0.05))
 
-    lived(Watched(part, sleeps, sleeps), (4.95, store_is_silent))
+    first_is_done(Watched(part, sleeps, sleeps), (4.95, store_is_silent))
 
 
 @pytest.mark.parametrize(
@@ -441,7 +448,7 @@ def test_who_was_away_says_so_of_what_was_found_within_a_minute_and_might_come_o
         sleeps(log, clock.monotonic() + 5.0)
         assert ("was itself away" in str(process_state.diagnosis)) == (back_s < 60 and fault is Fault.LOST)
 
-    lived(Watched(sleeps, sleeps, part), (5.0, stopped))
+    first_is_done(Watched(part, sleeps, sleeps), (5.0, partial(stopped, rank=0)))
 
 
 def test_each_rank_joins_once_all_can_meet_and_while_all_is_well_a_look_is_one_call_and_a_line_is_seen():
@@ -552,7 +559,7 @@ def test_whose_connection_is_closed_is_lost_and_all_groups_of_the_transports_are
         waits(log)
 
     job = Watched(travels, sleeps, sleeps)
-    job.sim.at(3.5, partial(killed, job))
+    job.sim.at(2.5, partial(killed, job))
     job.live((watchdog, "is_closed", is_closed), (delivery, "close", close))
     error, at_s = job.said[0]
     assert "rank 2 is lost" in str(error) and at_s < 7.0

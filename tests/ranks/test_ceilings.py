@@ -62,9 +62,9 @@ CEILINGS = {
         38_368, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}"
     ),
     "code lines of tests": Ceiling(
-        46_286,
+        46_290,
         41_500,
-        f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 856",
+        f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860",
     ),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
