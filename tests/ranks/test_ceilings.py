@@ -42,6 +42,10 @@ _ORDERED = "second hops between nodes keep one order: 6 lines"
 
 _LEFT = "gradients of some ranks only, then frozen or zeroed: 20 lines; side streams of a device: 13"
 
+_HOSTS = "words between hosts go through one rank of each, and no thread is woken for them: 140 lines"
+
+_PUBLISHED = "weights leave as they are made (src/shardwright/publishing): 1,269 lines"
+
 _APART = "what coded messages keep lies beside a transport, and not in parameters: 25 lines"
 
 _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what no other test did"
@@ -49,22 +53,25 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(13_885, 14_500),
+    "lines that the import loads": Ceiling(13_814, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_220, 17_000, f"{_MANY}; {_APART}; {_LEFT}"),
+    "lines loaded after ten steps": Ceiling(17_161, 17_000, f"{_MANY}; {_APART}; {_LEFT}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_100, 1_800, _PLANNED),
     "code lines of the core": Ceiling(
-        11_932, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}"
+        12_037, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}"
     ),
     "code lines of src": Ceiling(
-        38_368, 33_200, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}"
+        39_710,
+        33_200,
+        f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}",
     ),
     "code lines of tests": Ceiling(
-        46_290,
+        47_185,
         41_500,
-        f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860",
+        f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
+        "published weights: 700; times of the simulated device: 130",
     ),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(20, 20),
