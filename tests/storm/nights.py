@@ -466,8 +466,10 @@ class Night:
                 continue
             elif outcome not in (plan.steps, "not begun"):
                 assert isinstance(outcome, ShardwrightError), f"rank {rank}: {outcome!r}"
-                is_named = kind == "silent store" or victims & {rank, *_named(str(outcome))}
-                assert is_named, str(outcome)
+                # Where ranks meet in several groups, who is missed in one may have missed others in another.
+                named = {rank, *_named(str(outcome))}
+                named |= {each for other in named for each in _named(str(outcomes.get(other, "")))}
+                assert kind == "silent store" or victims & named, str(outcome)
                 took_s = process.ended_s - self.fault_s
                 self.waits.append((kind, took_s, limit_s))
                 in_time = not self.is_promised or self.plan.network[0] > 1e-3 or took_s < limit_s
