@@ -1,6 +1,7 @@
 """What is read from dumps of torch's flight recorder, format 2.10. Whole hangs: tests/device, tests/ranks."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from shardwright.observe.watch.diagnosis import diagnose
 from shardwright.observe.watch.findings import Answer, Fault, Findings, Launched, Waits
 from shardwright.observe.watch.flight_recorder import FlightRecorder, parsed, remembers_all
 from shardwright.policy import WatchPolicy
+from shardwright.transport.process import process_state
 
 
 def entry(number, name="nccl:all_reduce", group="0", record=None, **more):
@@ -46,6 +48,18 @@ def test_what_has_begun_is_known_only_where_torch_times_it():
 def test_of_a_name_that_was_used_again_the_newest_group_counts():
     both = dump(entry(1), entry(2), entry(1, "gloo:barrier", record=2, pg_id=1))
     assert parsed(both)["0"].last_keys == ("gloo:barrier in group default_pg",)
+
+
+def test_nothing_counts_of_groups_that_were_destroyed(read, monkeypatch):
+    """Else who has launched something in the new group of that name, and who has not yet, seem to differ."""
+    monkeypatch.setattr(flight_recorder, "process_groups", lambda: [SimpleNamespace(group_name="0")])
+    monkeypatch.setattr(process_state, "destroyed_ns", 3.0)
+    [launched] = read(dump(entry(1), entry(2, "gloo:barrier"))).launched().values()
+    assert (launched.count, launched.keys) == (0, ())
+    [launched] = (
+        read(dump(entry(2), entry(1, "gloo:broadcast", record=2, time_created_ns=4))).launched().values()
+    )
+    assert (launched.count, launched.keys) == (1, ("gloo:broadcast in group default_pg",))
 
 
 def test_whether_anything_is_forgotten_is_known(monkeypatch):

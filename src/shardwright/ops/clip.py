@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from shardwright.engine.listeners import State, listeners
 from shardwright.engine.optimizers.in_backward import steps_in_backward
 from shardwright.errors import InputError, StageError
-from shardwright.transport.mesh import made_comm
+from shardwright.transport.process import process_state
 
 
 @torch.no_grad()
@@ -107,9 +107,9 @@ def _of_all_ranks(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     """A 0-d tensor of each rank of the group, in their order."""
     values = value.new_zeros(group.size())
     values[group.rank()] = value
-    # A sum with zeros is exact. Over the transport that parameters have, so that no communicator is made for
-    # it, and a rank that doesn't clip is named.
-    comm = made_comm(group, value.device.type)
+    # A sum with zeros is exact. Over the transport that parameters have (all ranks have made one, or none):
+    # no communicator is made for it, and a rank that doesn't clip is named.
+    comm = process_state.made_here().comms.get((group, value.device.type))
     if comm is not None:
         return comm.all_reduce([values], "norms of gradients").wait()[0]
     dist.all_reduce(values, group=group)

@@ -265,11 +265,6 @@ def comm_of(group: ProcessGroup | None, device_type: str) -> Comm:
     return made[key]
 
 
-def made_comm(group: ProcessGroup, device_type: str) -> Comm | None:
-    """``comm_of``, where that has been called on this rank, so on all ranks of the group."""
-    return process_state.made_here().comms.get((group, device_type))
-
-
 def _solo(device_type: str) -> Comm:
     """A world of one, for a mesh that only replicates."""
     world = dist.group.WORLD

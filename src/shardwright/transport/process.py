@@ -82,6 +82,7 @@ class ProcessState:
         events: by device and thread, see ``Streams.of`` and ``Due``.
     num_pages: pages of steps that ranks have written together. num_logs: launch logs that were made, by ranks
         and kind. probes: see ``is_closed``.
+    destroyed_ns: when the last default process group was, in nanoseconds since 1970; 0: none was.
     is_ours, transport: what was chosen by ``set_process`` and ``set_transport``. told: warnings given once.
     """
 
@@ -93,6 +94,7 @@ class ProcessState:
         self._logs: list[ref[LaunchLog]] = []
         self.moved_s = clock.monotonic()
         self.caught = ("", 0)
+        self.destroyed_ns = 0.0
         self.diagnosis: Exception | None = None
         self.delivered = False
         self.explain: Callable[[Exception], Exception] | None = None

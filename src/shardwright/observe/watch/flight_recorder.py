@@ -93,11 +93,13 @@ def remembers_all(records: Iterable[Mapping[str, Any]]) -> bool:
     return "0" not in sizes and not any(firsts)
 
 
-def parsed(records: Iterable[Mapping[str, Any]]) -> dict[str, GroupRecord]:
-    """By name the groups of dumps with entries. Of a name that was used again the newest group counts."""
+def parsed(records: Iterable[Mapping[str, Any]], since_ns: float = 0.0) -> dict[str, GroupRecord]:
+    """By name the groups of dumps with entries. Of a name that was used again the newest group counts, and
+    nothing from before ``since_ns``: a group that was destroyed then may have had the name of one that has
+    launched nothing yet."""
     found: dict[str, tuple[int, GroupRecord]] = {}
     for record in records:
-        for entry in record.get("entries", ()):
+        for entry in (each for each in record.get("entries", ()) if each["time_created_ns"] >= since_ns):
             (name, title), place = entry["process_group"], entry["pg_id"]
             if name not in found or found[name][0] != place:
                 titled = "" if title == "undefined" else title
@@ -137,8 +139,8 @@ class FlightRecorder:
 
     def _read_groups(self) -> dict[str, GroupRecord]:
         if self._groups is None:
-            records = self._dumped(entries=True)
-            self._groups, self._is_whole = parsed(records), remembers_all(records)
+            records, since_ns = self._dumped(entries=True), process_state.destroyed_ns
+            self._groups, self._is_whole = parsed(records, since_ns), remembers_all(records)
         return self._groups
 
     @property

@@ -111,6 +111,7 @@ def _group_changed() -> None:
         keep_watch()
         return
     leave()
+    process_state.destroyed_ns = 1e9 * clock.time()
     process_state.end_store()
 
 
