@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright
+from examples import experts
 from shardwright import checkpoint, full_state_dict, fully_shard, publish, quantize_, receive
 from shardwright.checkpoint import tools
 from shardwright.errors import CheckpointError, CommError, InputError, StageError
@@ -58,12 +59,19 @@ def with_tensor_parallelism() -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])
 
 
+def with_experts() -> nn.Module:
+    return experts.by_fully_shard(
+        experts.Model(width=8, num=4), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    )
+
+
 CASES: dict[str, tuple[int, Callable[[], nn.Module], Callable]] = {
     "two": (2, lambda: sharded(build()), loss_of),
     "three": (3, lambda: sharded(build()), loss_of),
     "tied": (2, lambda: sharded(build(tied=True)), loss_of),
     "hybrid": (4, lambda: sharded(build(), mesh=init_device_mesh("cpu", (2, 2))), loss_of),
     "tensor parallel": (4, with_tensor_parallelism, lambda model, _: squared(model, torch.ones(3, 6))),
+    "experts": (4, with_experts, lambda model, batch: experts.loss_of(model, batch.long() % 256)),
     "wrapper": (2, lambda: nested(build(), use_orig_params=True), loss_of),
     "flat wrapper": (2, lambda: nested(build()), loss_of),
     "lora": (2, lambda: sharded(adapted()), lambda model, _: squared(model, torch.ones(3, 70))),
