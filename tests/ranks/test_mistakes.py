@@ -394,8 +394,8 @@ def warn_in_every_way(rank, world):
 
 
 # Of checkpoints: what a disk refuses is warned of in the thread that writes, and tests/ranks/test_checkpoint*
-# let it happen; of XLA, tests/xla/test_inputs.py.
-ELSEWHERE = ("checkpoint/", "xla/")
+# let it happen; of receivers, in a thread of each: tests/ranks/test_publish.py; of XLA, tests/xla/test_inputs.py.
+ELSEWHERE = ("checkpoint/", "publishing/server.py", "xla/")
 
 
 def test_a_warning_points_at_the_line_of_the_script_that_it_is_about():
