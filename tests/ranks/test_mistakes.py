@@ -394,7 +394,7 @@ def warn_in_every_way(rank, world):
 
 
 # Of checkpoints: what a disk refuses is warned of in the thread that writes, and tests/ranks/test_checkpoint*
-# let it happen; of receivers, in a thread of each: tests/ranks/test_publish.py; of XLA, tests/xla/test_inputs.py.
+# let it happen; of receivers, in theirs: tests/ranks/test_publish.py; of XLA, tests/xla/test_inputs.py.
 ELSEWHERE = ("checkpoint/", "publishing/server.py", "xla/")
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -246,16 +247,19 @@ def trains_on(rank, world, folder, signal_number):
     model, run, publisher = trainer(rank, folder)
     publisher.send()
     pid = int(hear(folder, "pid"))
-    dist.barrier()
-    if rank == 0:
-        os.kill(pid, signal_number)
     began = time.monotonic()
-    for number in range(8):
-        step(model, run, number, rank)
-        assert publisher.send() == number + 2
-    assert time.monotonic() - began < 5
-    with receive(hear(folder, "address")) as other:
-        assert_shards(other, model)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        dist.barrier()
+        if rank == 0:
+            os.kill(pid, signal_number)
+        for number in range(8):
+            step(model, run, number, rank)
+            assert publisher.send() == number + 2
+        assert time.monotonic() - began < 5
+        with receive(hear(folder, "address")) as other:
+            assert_shards(other, model)
+    gone = [each for each in caught if re.match(r"the receiver at \S+ has gone", str(each.message))]
+    assert len(gone) == (signal_number == signal.SIGKILL)
     dist.barrier()
     publisher.close(timeout=0.5)
     if rank == 0:
