@@ -557,7 +557,7 @@ def test_staging_is_this_ranks_shards_once_and_explain_says_so(rank):
         everybodys = torch.tensor(staged)
         dist.all_reduce(everybodys)
         assert everybodys == sum(t.nbytes for t in build().state_dict().values())
-        # The last version, the newest difference, and a whole one for who asks; of both messages each piece's head.
+        # The last version, the newest difference, a whole one for who asks, each with heads of pieces.
         assert rest < 3 * staged + 2 * 64 * len(list(model.parameters()))
         receiver.close()
         dist.barrier()
