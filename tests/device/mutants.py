@@ -105,6 +105,7 @@ ELSEWHERE = {
     "observe/": "threads of the host that look at other ranks",
     "train/": "processes of the host, and the agreement of ranks before files are written",
     "plan/": "plans in numbers",
+    "publishing/": "threads of the host; what it copies from a device, `wait_for_stream` waits for",
     "hf/": "agreement of ranks before files are read or written",
     "checkpoint/background.py": "a thread of the host",
     "checkpoint/remote.py": "a thread of the host",

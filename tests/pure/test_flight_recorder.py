@@ -22,6 +22,12 @@ def entry(number, name="nccl:all_reduce", group="0", record=None, **more):
     return {**of_group, **numbers, **times, "state": "completed", "retired": True, **more}
 
 
+@pytest.fixture(autouse=True)
+def _none_destroyed(monkeypatch):
+    """Tests before these have ended process groups."""
+    monkeypatch.setattr(process_state, "destroyed_ns", 0.0)
+
+
 RUNS = {"state": "scheduled", "retired": False}
 
 

@@ -84,6 +84,7 @@ def keep_watch() -> None:
     policy = _lifecycle.policy or WatchPolicy.from_text(os.environ.get(VARIABLE, ""))
     wanted = group is not None and dist.get_world_size() > 1 and policy.on and process_is_ours()
     if wanted and group is _lifecycle.group():
+        _set_hooks()  # as it shards: what it raises next has a remedy, though ranks may not have met
         return
     _end()
     if group is None or not wanted:
@@ -123,10 +124,9 @@ def store_address() -> str:
 def late_over_the_run() -> list[str]:
     """Which ranks were found late since the job began, as ``Late.to_json`` says it; any rank may ask."""
     watch = _lifecycle.watch
-    if watch is None or watch.is_deaf:
-        return []
-    with suppress(RuntimeError), hasty(_STORE_S):  # the store may have gone
-        return watch.exchange.late()
+    if watch is not None and not watch.is_deaf:
+        with suppress(RuntimeError), hasty(_STORE_S):  # the store may have gone
+            return watch.exchange.late()
     return []
 
 
@@ -177,11 +177,11 @@ def _raised_in(error: BaseException | None) -> str:
 
 
 def _set_hooks() -> None:
-    """The watch calls it once it has met the others: later than torch sets a hook of its own."""
+    """Later than torch sets a hook of its own: as the process shards, or once ranks have met."""
     atexit.unregister(leave)
     atexit.register(leave)
-    if sys.excepthook is not _told:
-        _lifecycle.hook, sys.excepthook = sys.excepthook, _told
+    if (found := sys.excepthook) is not _told:  # asked once: two threads may come here
+        _lifecycle.hook, sys.excepthook = found, _told
 
 
 def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
