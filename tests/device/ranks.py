@@ -279,6 +279,7 @@ class Job:
         self._made: Counter[Any] = Counter()
         self._said: dict[Any, list[Any]] = {}
         self._num_said: Counter[Any] = Counter()
+        self._come: dict[Any, list[float]] = {}
         self._places: dict[int, Simulated] = {}
         self._streams: dict[Device, Streams] = {}
         self._pins = self.world.random.random() < 0.7
@@ -362,8 +363,11 @@ class Job:
         self._num_said[ranks, rank] += 1
         said = self._said.setdefault((ranks, self._num_said[ranks, rank]), [None] * len(ranks))
         said[ranks.index(rank)] = list(words)
+        come = self._come.setdefault((ranks, self._num_said[ranks, rank]), [])
+        come.append(self.world.device.host_ms)
         while None in said:
             self.world.yield_turn()
+        self.world.device.host_ms = max(come) + self.world.durations.words_ms
         if len(set(map(len, said))) > 1:
             raise CommError("ranks are in different collectives")
         return said

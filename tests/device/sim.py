@@ -36,12 +36,14 @@ ALIGNMENT = 64
 
 class Durations(NamedTuple):
     """Milliseconds, of which the times of streams are told: of a kernel of compute, an operation of another
-    stream, a collective once all have come to it, and the host's for each operation."""
+    stream, a collective once all have come to it, the host's for each operation, and words of hosts once the
+    last has come to them."""
 
     kernel_ms: float = 1.0
     copy_ms: float = 0.1
     collective_ms: float = 1.0
     host_ms: float = 0.0
+    words_ms: float = 0.0
 
 
 class Event:

@@ -52,3 +52,37 @@ def test_a_step_waits_for_three_collectives_and_for_all_where_nothing_is_launche
 def test_a_host_that_is_behind_its_device_lets_collectives_end_in_time():
     [found] = run_ranks(1, exposed_ms, {}, Durations(host_ms=2.0), 0)
     assert found == [0.0, 0.0]
+
+
+def step_ms(rank, world, durations, reads):
+    """What a steady step takes, of eight; reads: the host reads each step's loss, and so is never ahead."""
+    seen_ms = []
+
+    def steps(kind, number, rank, place):
+        model, inputs = cases.model_of(kind, number, rank, random.Random(1), place)
+        place.sharded(model)
+        optimizer, x, device = torch.optim.SGD(model.parameters(), lr=0.1), next(inputs), place._accelerator
+        for step in range(12):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if reads or step in (3, 11):
+                device.synchronize()
+            seen_ms.extend([device.host_ms] if step in (3, 11) and rank == 0 else [])
+        return []
+
+    job = Job("plain", 0, function=steps)
+    job.world.durations = durations
+    job.run(2)
+    return (seen_ms[1] - seen_ms[0]) / 8
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_words_that_take_three_hops_of_a_fifth_of_a_millisecond_cost_a_step_of_fifty_nothing(reads):
+    """Three hops: 64 ranks on 8 hosts. A host that isn't ahead has launched a forward's first gathers."""
+    durations = Durations(kernel_ms=0.35, host_ms=0.05)
+    [without], [exchanged] = (
+        run_ranks(1, step_ms, durations._replace(words_ms=words_ms), reads) for words_ms in (0.0, 3 * 0.2)
+    )
+    assert without == pytest.approx(50, abs=3)
+    assert exchanged <= 1.005 * without

@@ -44,6 +44,8 @@ _LEFT = "gradients of some ranks only, then frozen or zeroed: 20 lines; side str
 
 _HOSTS = "words between hosts go through one rank of each, and no thread is woken for them: 140 lines"
 
+_AHEAD = "a forward's first gathers are launched while words travel: 30 lines"
+
 _PUBLISHED = "weights leave as they are made (src/shardwright/publishing): 1,269 lines"
 
 _APART = "what coded messages keep lies beside a transport, and not in parameters: 25 lines"
@@ -53,22 +55,22 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(13_814, 14_500),
+    "lines that the import loads": Ceiling(13_850, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_161, 17_000, f"{_MANY}; {_APART}; {_LEFT}"),
+    "lines loaded after ten steps": Ceiling(17_200, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_100, 1_800, _PLANNED),
     "code lines of the core": Ceiling(
-        12_037, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}"
+        12_066, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
     ),
     "code lines of src": Ceiling(
-        39_710,
+        39_740,
         33_200,
-        f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}",
+        f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}",
     ),
     "code lines of tests": Ceiling(
-        47_207,
+        47_260,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700; times of the simulated device: 130",

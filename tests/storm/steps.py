@@ -290,11 +290,14 @@ class Rank:
             self.phases = (*self.phases[:-1], (phase, self.num_launched, self.num_asked, planned))
 
     def _planned(self, phase: Phase) -> Names:
-        """The groups of the collectives of its schedule, by kind."""
-        entries = self.follower.recorded.planned(self.entry, phase).entries
+        """The groups of the collectives of its schedule, by kind; without those that it began with before
+        ranks met."""
+        planned = self.follower.recorded.planned(self.entry, phase)
+        is_begun = planned.ahead and self.follower._exact is planned.steps_after
+        entries, begun = planned.entries, len(planned.ahead) if is_begun else 0
         sent = {group.number for group in self.groups if group.trainable and group.reduce}
         kinds = {ActionKind.UNSHARD: {*range(len(self.groups))}, ActionKind.REDUCE: sent}
-        actions = (action for entry in entries for action in entry.actions if action.kind in kinds)
+        actions = [action for entry in entries for action in entry.actions if action.kind in kinds][begun:]
         return tuple(sorted((a.kind, group) for a in actions for group in a.groups if group in kinds[a.kind]))
 
     def _ask(self, sync: Sync, night: "Night") -> bool:

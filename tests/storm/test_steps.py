@@ -49,6 +49,13 @@ def test_nights_of_kept_seeds_keep_every_promise(tens):
         night(seed)
 
 
+@pytest.mark.parametrize("seed", [728849083, 1791232546, 2053768355])
+def test_nights_that_have_failed_keep_every_promise(seed):
+    """A forward that failed on one rank alone; a backward within a forward, with no agreement; a forward of
+    which the caller has unsharded all."""
+    night(seed)
+
+
 def test_a_rank_alone_is_exact_whatever_it_runs_and_asks_nobody():
     alone = [seed for seed in range(400) if draw(seed).mode is Mode.LOCAL]
     for seed in alone:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from shardwright.errors import StageError
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.following import Cursor, Following, Groups, Mode, numbers
+from shardwright.schedule.recorded import bits
 from shardwright.schedule.schedule import (
     BEGINS,
     ENDS,
@@ -84,6 +85,13 @@ class Follower(Following):
         super().__init__(policy, specs, mode)
         self.settles = True
         self._forwards: tuple[int, ...] | None = ()  # entries since the last backward; None: it was the last
+        self._begins: tuple[int, ...] = ()  # entry of the first forward that ranks met for since a backward
+        self._before: tuple[int, ...] = ()  # and before that
+        self._ahead: tuple[tuple[int, ...], ...] = ()
+        """Groups that all ranks gather before they say their words where they meet next, whatever for: those
+        that a forward like the last one begins with, agreed on as a backward ends. Not for a backward, whose
+        forward the caller has unsharded all for."""
+        self._launched = 0  # bits of those, up to the next meeting
         self._agenda: tuple[Meet | RunModule | Sync, ...] = ()  # the last first
         self._question: Sync | None = None
         self._event: Event | None = None
@@ -92,6 +100,7 @@ class Follower(Following):
     def snapshot(self) -> tuple[Any, ...]:
         """Everything that its next decisions depend on, hashable: equal where those are."""
         said = (self.mode, self.settles, self.used, self.recorded.digest, self._forwards, self._question)
+        said = (*said, self._begins, self._before, self._ahead, self._launched)
         return (*said, self.groups.states, self.cursors, self._agenda, bool(self._exact), self._place)
 
     # ---- events
@@ -230,6 +239,11 @@ class Follower(Following):
                 case RunModule(event):
                     self._run_module(event)
                 case Meet(point, entry):
+                    self._launched = 0
+                    for groups in self._ahead if point is not SyncPoint.BACKWARD else ():
+                        self.groups.gather(groups)
+                        self._launched |= bits(groups)
+                    self._ahead = ()
                     question = Synchronize(point, entry, self.used, self.recorded.digest)
                 case _:
                     question = item
@@ -288,17 +302,25 @@ class Follower(Following):
             self._start(Phase.EVALUATION, result.entry, result)
             self._end_phase()
         elif point in PHASE_OF:
+            if point is SyncPoint.FORWARD:
+                self._begins = self._begins or (entry,)
             self._start(PHASE_OF[point], entry, result)
         elif point is SyncPoint.FORWARD_END:
             self._leave()
         elif point is SyncPoint.BACKWARD_END:
             # By the masks of all ranks: so all of them forget a group in the same backward.
             self.recorded.note_used(self.groups.states.used_by_some)
+            # Two steps have begun with a forward of one module: the next one is likely to.
+            if self._begins and self._begins == self._before:
+                self._ahead = self.recorded.planned(self._begins[0], Phase.FORWARD).ahead
+            self._before, self._begins = self._begins, ()
             self._settle(result.grad_mask)
 
     def _start(self, phase: Phase, entry: int, result: ConsensusResult) -> None:
         every = (1 << len(self.recorded.specs)) - 1
-        live = every & ~result.missing
+        # What was gathered for another phase is this rank's own, and resharded as its module ends.
+        strange = self._launched & ~self.recorded.planned(entry, phase).begun
+        live = every & ~(result.missing | strange)
         self.groups.set(live=live, smaller=every & ~result.not_smaller, used_by_some=result.used)
         self._enter(phase, entry)
 

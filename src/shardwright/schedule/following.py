@@ -240,13 +240,14 @@ class Following:
     def _enter(self, phase: Phase, entry: int) -> None:
         planned, states = self.recorded.planned(entry, phase), self.groups.states
         self.cursors += (Cursor(phase, entry, self.mode, planned),)
-        as_planned = states.live == planned.live and not (
+        is_begun = planned.begun > 0 and states.live == planned.begun and self.mode is Mode.AGREED
+        as_planned = (is_begun or states.live == planned.live) and not (
             states.smaller or states.kept or states.held_back or states.in_flight
         )
         # Planned actions are taken unseen only from the very state that the plan supposes. Else they would
         # gather a group twice, or reduce one that no rank has gradients of.
         if as_planned and not planned.reduced & ~states.used_by_some:
-            self._exact, self._place = planned.steps, 0
+            self._exact, self._place = planned.steps_after if is_begun else planned.steps, 0
 
     def _leave_exact(self) -> None:
         """From here on the states are kept event by event: bring them up to where the schedule was followed
@@ -340,7 +341,9 @@ class Following:
                 self.groups.pass_reduction(action)
         event = entry.event
         if event.kind in BEGINS and self.recorded.specs[event.group].reads(event.kind):
-            self.groups.unshard((event.group,))  # the plan can be wrong about what earlier phases left behind
+            # The plan can be wrong about what earlier phases left behind. Alone nobody needs what is held.
+            if self.mode is Mode.AGREED or not self.groups.states.held >> event.group & 1:
+                self.groups.unshard((event.group,))
 
     def _reshard(self, group: int) -> None:
         """Reshard the group, unless its module runs, whose end will come."""

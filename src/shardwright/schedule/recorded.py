@@ -32,7 +32,9 @@ class PlannedPhase:
 
     live: bits of the groups that it supposes to be unsharded at its begin. reduced: of those that it reduces.
     steps: of each entry, up to the end of a backward, what the follower answers its event with.
-    events: the order that it was planned from.
+    events: the order that it was planned from. ahead: of a forward or evaluation, groups that its first
+    all-gathers gather together, of those that may be launched before ranks have met; begun: their bits.
+    steps_after: ``steps``, once these are launched.
     """
 
     entries: tuple[ScheduleEntry, ...] = ()
@@ -40,6 +42,9 @@ class PlannedPhase:
     reduced: int = 0
     steps: tuple[Step, ...] = ()
     events: tuple[Event, ...] = ()
+    ahead: tuple[tuple[int, ...], ...] = ()
+    begun: int = 0
+    steps_after: tuple[Step, ...] = ()
 
 
 UNPLANNED = PlannedPhase()
@@ -118,7 +123,7 @@ class RecordedSchedules:
             for entry, orders in sorted(self._orders.items())
         }
         self._planned = {
-            (entry, phase): _planned(schedule, phase)
+            (entry, phase): _planned(schedule, phase, specs)
             for entry, schedule in self._schedules.items()
             for phase in schedule.phases
         }
@@ -131,7 +136,7 @@ class RecordedSchedules:
         self.digest = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:8], "big") >> 1
 
 
-def _planned(schedule: Schedule, phase: Phase) -> PlannedPhase:
+def _planned(schedule: Schedule, phase: Phase, specs: tuple[GroupSpec, ...]) -> PlannedPhase:
     entries = schedule.phases[phase]
     before = schedule.phases.get(Phase.FORWARD, ()) if phase is Phase.BACKWARD else ()
     live = reduced = 0
@@ -146,7 +151,16 @@ def _planned(schedule: Schedule, phase: Phase) -> PlannedPhase:
     # At the end of a step ranks ask each other, so that no answer to it can be made beforehand.
     until = entries[:-1] if entries and entries[-1].event.kind is EventKind.STEP_END else entries
     steps = tuple(Step(entry.actions, None, (entry,)) for entry in until)
-    return PlannedPhase(entries, live, reduced, steps, tuple(entry.event for entry in entries))
+    ahead, begun, rest = [], 0, list(steps[0].actions if steps and phase is not Phase.BACKWARD else ())
+    # What a group is gathered from, and of one with rows in use how many, ranks say as they meet.
+    while rest and rest[0].kind is ActionKind.UNSHARD and not any(
+        specs[group].smaller_world or specs[group].no_prefetch for group in rest[0].groups
+    ):
+        ahead.append(rest.pop(0).groups)
+        begun |= bits(ahead[-1])
+    after = (steps[0]._replace(actions=tuple(rest)), *steps[1:]) if ahead else ()
+    events = tuple(entry.event for entry in entries)
+    return PlannedPhase(entries, live, reduced, steps, events, tuple(ahead), begun, after)
 
 
 def bits(groups: Iterable[int]) -> int:
