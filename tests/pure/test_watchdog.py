@@ -220,7 +220,7 @@ FAILED, RAISED = "rank 2 raised ValueError: bad batch", "rank 0 raised ValueErro
 AWAY = lost(43.0, 61.0, "rank 2 was itself away for 40 s (stopped, suspended, or held by native code)")
 GONE = "so the process that holds it (rank 0's, or the launcher's) has ended: Connection was likely"
 ENDED = "lost: rank 2 is lost: the process ended without a word\n"
-EARLY = "since before the ranks had met"
+EARLY = "store at agent:29500 has not answered for 30 s, since before the ranks had met"
 breaks, late = partial(waits, closed_s=4.0), partial(waits, since_s=20.0)
 closed, silent = (CommError, "is closed", 4, 8), (2.1, store_is_silent)
 # fmt: off

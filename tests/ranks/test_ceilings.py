@@ -70,7 +70,7 @@ CEILINGS = {
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}",
     ),
     "code lines of tests": Ceiling(
-        47_260,
+        47_244,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700; times of the simulated device: 130",

@@ -19,10 +19,10 @@ from shardwright import WatchPolicy, set_process
 from shardwright.cli import top
 from shardwright.errors import CommError, InputError
 from shardwright.observe.watch.findings import Answer, Findings, Status, Waits
-from shardwright.observe.watch.lifecycle import keep_watch, store_address
+from shardwright.observe.watch.lifecycle import keep_watch
 from shardwright.observe.watch.process_status import frame_of, user_line
 from shardwright.observe.watch.status import status
-from shardwright.observe.watch.status_exchange import find_exchange, store_at
+from shardwright.observe.watch.status_exchange import find_exchange, store_address, store_at
 from shardwright.train.ranks import RankPlace
 from shardwright.transport.cpu.pages import keep_freed_pages
 from tests.ranks.faults import built, step

@@ -12,7 +12,7 @@ import pytest
 from shardwright import fully_shard
 from shardwright.cli import main
 from shardwright.observe.steps import collection
-from shardwright.observe.watch.lifecycle import store_address
+from shardwright.observe.watch.status_exchange import store_address
 from shardwright.plan.file import Plan, PlannedGroup
 from shardwright.transport.process import span
 from tests import trace_format

@@ -21,7 +21,7 @@ from torch import nn
 from shardwright import WatchPolicy, fully_shard, set_transport, set_watch
 from shardwright.checkpoint import StopRequest
 from shardwright.errors import RankLost
-from shardwright.observe.watch.lifecycle import store_address
+from shardwright.observe.watch.status_exchange import store_address
 from shardwright.observe.watch.watchdog import Watch
 from shardwright.transport import liveness
 from shardwright.transport.attempt import this_attempt

@@ -6,7 +6,7 @@ from contextlib import redirect_stdout
 import torch.distributed as dist
 
 from shardwright.cli import main
-from shardwright.observe.watch.lifecycle import store_address
+from shardwright.observe.watch.status_exchange import store_address
 
 
 def printed_by_top() -> str:

@@ -36,6 +36,7 @@ class SimulatedStore(Store):
         held.fronts.append(self)  # torch's C++ holds only half of a store that is written in Python
 
     timeout = timedelta(seconds=300)  # type: ignore[assignment]
+    host, port = "agent", 29500
 
     def __repr__(self) -> str:
         ours = self.network.sim.is_inside and self.held.process is self.network.sim.here

@@ -340,10 +340,10 @@ class Following:
             else:
                 self.groups.pass_reduction(action)
         event = entry.event
-        if event.kind in BEGINS and self.recorded.specs[event.group].reads(event.kind):
-            # The plan can be wrong about what earlier phases left behind. Alone nobody needs what is held.
-            if self.mode is Mode.AGREED or not self.groups.states.held >> event.group & 1:
-                self.groups.unshard((event.group,))
+        # The plan can be wrong about what earlier phases left behind. Alone nobody needs what is held.
+        is_needed = self.mode is Mode.AGREED or not self.groups.states.held >> event.group & 1
+        if is_needed and event.kind in BEGINS and self.recorded.specs[event.group].reads(event.kind):
+            self.groups.unshard((event.group,))
 
     def _reshard(self, group: int) -> None:
         """Reshard the group, unless its module runs, whose end will come."""

@@ -153,8 +153,10 @@ def _planned(schedule: Schedule, phase: Phase, specs: tuple[GroupSpec, ...]) -> 
     steps = tuple(Step(entry.actions, None, (entry,)) for entry in until)
     ahead, begun, rest = [], 0, list(steps[0].actions if steps and phase is not Phase.BACKWARD else ())
     # What a group is gathered from, and of one with rows in use how many, ranks say as they meet.
-    while rest and rest[0].kind is ActionKind.UNSHARD and not any(
-        specs[group].smaller_world or specs[group].no_prefetch for group in rest[0].groups
+    while (
+        rest
+        and rest[0].kind is ActionKind.UNSHARD
+        and not any(specs[group].smaller_world or specs[group].no_prefetch for group in rest[0].groups)
     ):
         ahead.append(rest.pop(0).groups)
         begun |= bits(ahead[-1])

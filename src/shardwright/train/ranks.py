@@ -27,7 +27,8 @@ from shardwright.columns import in_words
 from shardwright.data.text import Share
 from shardwright.engine.listeners import listeners
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
-from shardwright.observe.watch.lifecycle import keep_watch, leave, set_watch, store_address
+from shardwright.observe.watch.lifecycle import keep_watch, leave, set_watch
+from shardwright.observe.watch.status_exchange import store_address
 from shardwright.recipe.config import LaunchConfig, Recipe
 from shardwright.train.launch import (
     CLOSED_PIPE,

@@ -21,10 +21,9 @@ from shardwright.engine.listeners import listeners
 from shardwright.errors import InputError
 from shardwright.observe.watch.findings import Note
 from shardwright.observe.watch.process_status import is_library
-from shardwright.observe.watch.status_exchange import address_of
 from shardwright.observe.watch.watchdog import Watch
 from shardwright.policy import WatchPolicy
-from shardwright.torch_private import default_store, when_default_group_changes
+from shardwright.torch_private import when_default_group_changes
 from shardwright.transport.attempt import this_attempt
 from shardwright.transport.jobstore import hasty, job_store
 from shardwright.transport.mesh import timeout_of
@@ -114,11 +113,6 @@ def _group_changed() -> None:
     leave()
     process_state.destroyed_ns = 1e9 * clock.time()
     process_state.end_store()
-
-
-def store_address() -> str:
-    """Where ``shardwright top`` finds the job's store: ``HOST:PORT`` or a path; "" where it can't."""
-    return address_of(default_store()) if dist.is_initialized() else ""
 
 
 def late_over_the_run() -> list[str]:

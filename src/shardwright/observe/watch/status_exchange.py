@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+from torch import distributed as dist
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -44,6 +45,7 @@ from shardwright.observe.watch.findings import (
     Status,
     Waits,
 )
+from shardwright.torch_private import default_store
 from shardwright.transport import liveness
 from shardwright.transport.jobstore import bottom_of, of_ranks
 from shardwright.transport.process import ranks_of, short
@@ -345,3 +347,8 @@ def address_of(store: Store) -> str:
     if isinstance(bottom, TCPStore):
         return f"{bottom.host}:{bottom.port}"
     return getattr(bottom, "path", "")  # a FileStore's
+
+
+def store_address() -> str:
+    """Where ``shardwright top`` finds the job's store: ``HOST:PORT`` or a path; "" where it can't."""
+    return address_of(default_store()) if dist.is_initialized() else ""

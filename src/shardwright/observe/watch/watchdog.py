@@ -28,7 +28,7 @@ from shardwright.observe.watch.flight_recorder import InFlight
 from shardwright.observe.watch.process_status import ProcessStatus
 from shardwright.observe.watch.reach import STORE_S, Reach
 from shardwright.observe.watch.requests import Requests
-from shardwright.observe.watch.status_exchange import SharedDiagnosis, StatusExchange
+from shardwright.observe.watch.status_exchange import SharedDiagnosis, StatusExchange, store_address
 from shardwright.observe.watch.waits import STEPS, OwnWaits, WaitChange
 from shardwright.policy import WatchPolicy
 from shardwright.transport.attempt import Attempt
@@ -265,9 +265,10 @@ class Watch:
             if len(found.hosts) == self.reach.world or min(self.reach.silent_s, listened_s) < limit_s:
                 self._judge(self._heard(found))
                 return
+            at = f" at {place}" if (place := store_address()) else ""
             text = (
-                f"{Fault.LOST}: the job's store has not answered for {limit_s:g} s, since before the ranks "
-                "had met: its host is dark, its process is stopped, or this host is cut off\n"
+                f"{Fault.LOST}: the job's store{at} has not answered for {limit_s:g} s, since before the "
+                "ranks had met: its host is dark, its process is stopped, or this host is cut off\n"
                 f"  rank {self.rank} waited in {found.answers[self.rank].line}"
             )
             self._deliver(SharedDiagnosis(Fault.LOST, (self.rank,), text))
