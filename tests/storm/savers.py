@@ -246,7 +246,7 @@ def simulated(disk: Disk, random: Random) -> Iterator[None]:
             (agree, "threading", SimpleNamespace(Thread=_Inline, get_ident=threading.get_ident)),
             (background, "threading", local),
             (background, "futures", futures),
-            (background, "_yield_to_training", lambda: None),
+            (background, "yield_to_training", lambda: None),
             (background, "_running", []),
             (saving, "_staging", {}),
             (sink, "_BLOCK_NBYTES", 512),

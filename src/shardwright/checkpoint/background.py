@@ -72,7 +72,7 @@ class Pending:
         threading.Thread(target=self._run, args=(work,), name="shardwright-save").start()
 
     def _run(self, work: Callable[[], Location]) -> None:
-        _yield_to_training()
+        yield_to_training()
         try:
             self._folder.set_result(work())
         except BaseException as error:  # raised again in the thread that waits
@@ -96,7 +96,7 @@ class Pending:
         return self._folder.result()
 
 
-def _yield_to_training() -> None:
+def yield_to_training() -> None:
     """Give this thread, and those that it starts, little more than what training leaves of the processor.
 
     Linux keeps a priority for each thread; elsewhere it is the process's, which stays as it is. Beside one

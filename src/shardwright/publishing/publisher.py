@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwright import clock
 from shardwright.checkpoint.agree import Ranks, ranks
+from shardwright.checkpoint.background import yield_to_training
 from shardwright.checkpoint.format import Box, TensorEntry
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checksum import crc32
@@ -383,6 +384,7 @@ class Publisher:
 
     def _run(self) -> None:
         """The thread."""
+        yield_to_training()
         try:
             while self._work():
                 pass

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwright import clock
+from shardwright.checkpoint.background import yield_to_training
 from shardwright.errors import warn
 from shardwright.publishing import frames
 from shardwright.publishing.destination import Destination
@@ -87,6 +88,7 @@ class Server(Destination):
     # ---- threads
 
     def _listen(self) -> None:
+        yield_to_training()
         with self._listener:
             while not self._is_ending:
                 if not frames.is_readable(self._listener, _LOOK_S):
