@@ -29,6 +29,7 @@ _AS_OFTEN = "two ranks look as often as one"
 _FLUSHED = "stderr writes each line at once"
 _EXACTLY = "measured seconds are never exactly that many"
 REASONED: dict[str, str] = {
+    "schedule/follower.py Follower.__init__: self._launched = 0: 0 is 1": _REPLACED,
     "schedule/follower.py Follower.__init__: self._given = 0: 0 is 1": _REPLACED,
     "schedule/following.py Following.__init__: self._place = 0: 0 is 1": _REPLACED,
     "schedule/follower.py Follower.abandon: ((), (), (), 0): 0 is 1": _REPLACED,
