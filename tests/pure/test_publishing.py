@@ -3,6 +3,7 @@
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -191,53 +192,103 @@ class Given:
         for i, (name, entry) in enumerate(self.entries().items()):
             yield name, entry, torch.full((4,), float(i))
 
-
-def test_sglang_gets_named_tensors_in_buckets_and_drops_its_cache_with_the_last():
-    calls = []
-
-    class Engine:
-        # sglang.Engine: named_tensors: List[Tuple[str, torch.Tensor]], load_format: Optional[str] = None,
-        # flush_cache: bool = True; returns (success, message)
-        def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
-            calls.append(([name for name, _ in named_tensors], load_format, flush_cache))
-            return success, "no room"
-
-    success = True
-    assert update_sglang(Engine(), Receiver("here", Given(), 1.0), bucket_nbytes=32) == 3
-    assert calls == [(["w0", "w1"], None, False), (["w2", "tied2"], None, True)]
-    success = False
-    with pytest.raises(CommError, match="SGLang has refused version 3: no room"):
-        update_sglang(Engine(), Receiver("here", Given(), 1.0))
+    def close(self):
+        pass
 
 
-def test_each_worker_of_vllm_loads_an_iterable_of_names_and_tensors(monkeypatch):
-    loaded, made = {}, []
+class SGLang:
+    """sglang.Engine up to 0.5.20: named_tensors: List[Tuple[str, torch.Tensor]], load_format: Optional[str] =
+    None, flush_cache: bool = True; returns (success, message)."""
 
-    class Model:
-        # vllm: def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]
-        def load_weights(self, weights):
-            loaded.update(weights)
-            return set(loaded)
+    answer: Any = (True, "")
+
+    def __init__(self):
+        self.calls = []
+
+    def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
+        self.calls.append(([name for name, _ in named_tensors], load_format, flush_cache))
+        return self.answer
+
+
+class SGLangWithSessions(SGLang):
+    """From 0.5.21 on: what isn't within a session is refused, and so is a second session."""
+
+    is_open = False
+
+    def begin_weight_update(self, selector="all"):
+        was_open, self.is_open = self.is_open, True
+        return not was_open, "a session is open"
+
+    def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
+        answer = super().update_weights_from_tensor(named_tensors, load_format, flush_cache)
+        return answer if self.is_open else (False, "no session")
+
+    def end_weight_update(self):
+        was_open, self.is_open = self.is_open, False
+        return was_open, "no session"
+
+
+@pytest.mark.parametrize("kind", [SGLang, SGLangWithSessions])
+def test_sglang_gets_named_tensors_in_buckets_and_drops_its_cache_with_the_last(kind):
+    engine = kind()
+    assert update_sglang(engine, Receiver("here", Given(), 1.0), bucket_nbytes=32) == 3
+    assert engine.calls == [(["w0", "w1"], None, False), (["w2", "tied2"], None, True)]
+    for engine.answer in ((False, "no room"), {"success": False, "message": "no room"}):
+        with pytest.raises(CommError, match="SGLang has refused version 3: no room"):
+            update_sglang(engine, Receiver("here", Given(), 1.0))
+    engine.answer = {"success": True}
+    assert update_sglang(engine, Receiver("here", Given(), 1.0)) == 3
+
+
+class Vllm:
+    """GPUModelRunner of vLLM. Its model has load_weights(weights: Iterable[tuple[str, Tensor]])."""
+
+    def __init__(self):
+        self.model, self.loaded = self, {}
+
+    def load_weights(self, weights):
+        self.loaded.update(weights)
+        return set(self.loaded)
+
+
+class VllmThatReloadsFiles(Vllm):
+    def reload_weights(self):
+        raise AssertionError("it loads the files again")
+
+
+class VllmThatReloads(Vllm):
+    """Of 0.32. What kernels have made of weights takes none."""
+
+    def load_weights(self, weights):
+        raise AttributeError("'Parameter' object has no attribute 'weight_loader'")
+
+    def reload_weights(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True):
+        super().load_weights(weights_iterator)
+
+
+@pytest.mark.parametrize("kind", [Vllm, VllmThatReloadsFiles, VllmThatReloads])
+def test_each_worker_of_vllm_loads_an_iterable_of_names_and_tensors(kind, monkeypatch):
+    made = []
 
     def receive(address, timeout):
         made.append(Receiver(address, Given(), timeout))
         return made[-1]
 
-    class Runner:
-        model = Model()
-
     class Worker(VllmExtension):  # vllm makes such a class of the worker and of the extension
-        model_runner = Runner()
+        model_runner = kind()
 
     monkeypatch.setattr("shardwright.publishing.engines.receive", receive)
-    worker = Worker()
+    worker, loaded = Worker(), Worker.model_runner.loaded
     assert [worker.update_weights_from("here") for _ in range(2)] == [3, 3]
-    assert len(made) == 1 and {name: t[0].item() for name, t in loaded.items()} == {
-        "w0": 0.0,
-        "w1": 1.0,
-        "w2": 2.0,
-        "tied2": 2.0,
-    }
+    numbers = {name: tensor[0].item() for name, tensor in loaded.items()}
+    assert len(made) == 1 and numbers == {"w0": 0.0, "w1": 1.0, "w2": 2.0, "tied2": 2.0}
+    monkeypatch.setattr(kind, "load_weights", None)
+    monkeypatch.setattr(kind, "reload_weights", None, raising=False)
+    with pytest.raises(TypeError):
+        worker.update_weights_from("here")
+    monkeypatch.undo()
+    monkeypatch.setattr("shardwright.publishing.engines.receive", receive)
+    assert worker.update_weights_from("here") == 3 and len(made) == 2  # what broke off isn't gone on with
 
 
 def test_a_message_counts_its_bytes():

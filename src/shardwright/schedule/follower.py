@@ -22,6 +22,7 @@ their answers (``Meet``, ``RunModule``). So an answer of other ranks may be wait
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from shardwright.errors import StageError
@@ -239,11 +240,10 @@ class Follower(Following):
                 case RunModule(event):
                     self._run_module(event)
                 case Meet(point, entry):
-                    self._launched = 0
-                    for groups in self._ahead if point is not SyncPoint.BACKWARD else ():
+                    ahead = self._ahead if point is not SyncPoint.BACKWARD else ()
+                    for groups in ahead:
                         self.groups.gather(groups)
-                        self._launched |= bits(groups)
-                    self._ahead = ()
+                    self._ahead, self._launched = (), bits(chain.from_iterable(ahead))
                     question = Synchronize(point, entry, self.used, self.recorded.digest)
                 case _:
                     question = item
@@ -319,7 +319,7 @@ class Follower(Following):
     def _start(self, phase: Phase, entry: int, result: ConsensusResult) -> None:
         every = (1 << len(self.recorded.specs)) - 1
         # What was gathered for another phase is this rank's own, and resharded as its module ends.
-        strange = self._launched & ~self.recorded.planned(entry, phase).begun
+        strange = self._launched & ~self.recorded.planned(entry, phase).live_after
         live = every & ~(result.missing | strange)
         self.groups.set(live=live, smaller=every & ~result.not_smaller, used_by_some=result.used)
         self._enter(phase, entry)

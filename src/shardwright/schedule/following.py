@@ -240,7 +240,7 @@ class Following:
     def _enter(self, phase: Phase, entry: int) -> None:
         planned, states = self.recorded.planned(entry, phase), self.groups.states
         self.cursors += (Cursor(phase, entry, self.mode, planned),)
-        is_begun = planned.begun > 0 and states.live == planned.begun and self.mode is Mode.AGREED
+        is_begun = states.live == planned.live_after
         as_planned = (is_begun or states.live == planned.live) and not (
             states.smaller or states.kept or states.held_back or states.in_flight
         )

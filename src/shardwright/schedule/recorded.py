@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from shardwright.policy import SchedulePolicy
 from shardwright.schedule.schedule import (
+    BEGINS,
+    Action,
     ActionKind,
     Event,
     EventKind,
@@ -33,8 +35,8 @@ class PlannedPhase:
     live: bits of the groups that it supposes to be unsharded at its begin. reduced: of those that it reduces.
     steps: of each entry, up to the end of a backward, what the follower answers its event with.
     events: the order that it was planned from. ahead: of a forward or evaluation, groups that its first
-    all-gathers gather together, of those that may be launched before ranks have met; begun: their bits.
-    steps_after: ``steps``, once these are launched.
+    all-gathers gather together, of those that may be launched before ranks have met. live_after, steps_after:
+    ``live`` and ``steps``, once these are launched.
     """
 
     entries: tuple[ScheduleEntry, ...] = ()
@@ -43,7 +45,7 @@ class PlannedPhase:
     steps: tuple[Step, ...] = ()
     events: tuple[Event, ...] = ()
     ahead: tuple[tuple[int, ...], ...] = ()
-    begun: int = 0
+    live_after: int = 0
     steps_after: tuple[Step, ...] = ()
 
 
@@ -150,19 +152,25 @@ def _planned(schedule: Schedule, phase: Phase, specs: tuple[GroupSpec, ...]) -> 
             reduced |= bits(action.groups)
     # At the end of a step ranks ask each other, so that no answer to it can be made beforehand.
     until = entries[:-1] if entries and entries[-1].event.kind is EventKind.STEP_END else entries
-    steps = tuple(Step(entry.actions, None, (entry,)) for entry in until)
-    ahead, begun, rest = [], 0, list(steps[0].actions if steps and phase is not Phase.BACKWARD else ())
-    # What a group is gathered from, and of one with rows in use how many, ranks say as they meet.
-    while (
-        rest
-        and rest[0].kind is ActionKind.UNSHARD
-        and not any(specs[group].smaller_world or specs[group].no_prefetch for group in rest[0].groups)
-    ):
-        ahead.append(rest.pop(0).groups)
-        begun |= bits(ahead[-1])
-    after = (steps[0]._replace(actions=tuple(rest)), *steps[1:]) if ahead else ()
+    steps = tuple(Step((*entry.actions, *_late_wait(entry, specs)), None, (entry,)) for entry in until)
+    ahead, live_after = list[tuple[int, ...]](), live
+    for action in steps[0].actions if steps and phase is not Phase.BACKWARD else ():
+        # What a group is gathered from, and of one with rows in use how many, ranks say as they meet.
+        late = any(specs[group].smaller_world or specs[group].no_prefetch for group in action.groups)
+        if late or action.kind is not ActionKind.UNSHARD:
+            break
+        ahead.append(action.groups)
+        live_after |= bits(action.groups)
+    after = (steps[0]._replace(actions=steps[0].actions[len(ahead) :]), *steps[1:]) if ahead else steps
     events = tuple(entry.event for entry in entries)
-    return PlannedPhase(entries, live, reduced, steps, events, tuple(ahead), begun, after)
+    return PlannedPhase(entries, live, reduced, steps, events, tuple(ahead), live_after, after)
+
+
+def _late_wait(entry: ScheduleEntry, specs: tuple[GroupSpec, ...]) -> tuple[Action, ...]:
+    """For what should have stayed unsharded: the caller may have resharded it, and have it gathered again."""
+    event, waited = entry.event, {g for a in entry.actions if a.kind is ActionKind.WAIT for g in a.groups}
+    reads = event.kind in BEGINS and specs[event.group].reads(event.kind)
+    return (Action(ActionKind.WAIT, (event.group,)),) if reads and event.group not in waited else ()
 
 
 def bits(groups: Iterable[int]) -> int:
