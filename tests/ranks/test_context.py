@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -144,3 +145,235 @@ def trains(rank, world, sizes, options):
 def test_steps_over_sequences_that_ranks_share_are_those_of_one_process(world, sizes, options):
     losses = run_ranks(world, trains, sizes, options)
     assert len(set(losses)) == 1, "the loss is equal on all ranks"
+
+
+def trains_with_tensor_parallelism(rank, world):
+    mesh = shardwright.mesh(cp=2, tp=2)
+    model, reference = build(groups=4), build(groups=4)
+    for block in model.blocks:  # attention stays whole on each rank: its layout isn't what is tested
+        parallelize_module(block, mesh.tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    train_beside(sharded(model, mesh), mesh, reference)
+
+
+def test_sequences_are_shared_beside_tensor_parallelism():
+    run_ranks(4, trains_with_tensor_parallelism)
+
+
+def collectives(monkeypatch):
+    """The sizes in bytes of all-to-alls and all-gathers of this rank, as they are called."""
+    seen = {"all_to_all_single": [], "all_gather": []}
+    for name, sizes in seen.items():
+        real = getattr(dist, name)
+
+        def counted(output, given, real=real, sizes=sizes, **options):
+            sizes.append(given.nbytes)
+            real(output, given, **options)
+
+        monkeypatch.setattr(dist, name, counted)
+    return seen
+
+
+def packed(rows):
+    """Positions of rows of packed documents, each row cut otherwise; one begins at a border between ranks."""
+    cuts = [[0, 5, 6, 12], [0, 3, 12]]
+    return torch.cat([document_positions(torch.tensor(cut)) for cut in cuts[:rows]])
+
+
+def trains_packed(rank, world, rows, gives, recomputed):
+    positions = packed(rows)
+    mesh = shardwright.mesh(cp=world)
+    model, reference = build(gives=gives), build()
+    documents = (positions == 0).cumsum(1)
+    for block in reference.blocks:
+        block.attention.mask = blocked(documents, 2)
+    if recomputed:
+        model.around = partial(recompute, use_reentrant=False)
+    with pytest.MonkeyPatch.context() as patched:
+        seen = collectives(patched)
+        train_beside(sharded(model, mesh), mesh, reference, positions, steps=2)
+    # 2 steps of 2 blocks: q, k and v together, and back; the same in the backward, and recomputed.
+    assert len(seen["all_to_all_single"]) == 2 * 2 * (6 if recomputed else 4)
+    # Positions are gathered by the outermost module that has them, once: and again where it is recomputed.
+    assert len(seen["all_gather"]) == 2 * (3 if recomputed else 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "gives", "recomputed"), [(1, False, False), (2, True, False), (2, True, True)], ids=str
+)
+def test_packed_documents_do_not_see_each_other_and_each_attention_takes_two_all_to_alls(
+    rows, gives, recomputed
+):
+    run_ranks(2, trains_packed, rows, gives, recomputed)
+
+
+@on_ranks(2)
+def test_recomputed_packed_documents_whose_place_is_not_known_raise(rank, world):
+    mesh = shardwright.mesh(cp=world)
+    model = context_parallel(build(), mesh)
+    model.around = partial(recompute, use_reentrant=False)
+    part = mesh.split({"tokens": torch.zeros(1, LENGTH, dtype=torch.long), "position_ids": packed(1)})
+    loss = model(**part).sum()
+    with pytest.raises(StageError, match="give position_ids to each module that is checkpointed"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_masks_of_whole_sequences_and_heads_of_their_own_are_applied_and_others_refused(rank, world):
+    mesh = shardwright.mesh(cp=world)
+    model, reference = build(), build()
+    bias = torch.randn(1, 4, LENGTH, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for block in (*model.blocks, *reference.blocks):
+        block.attention.mask = bias
+    train_beside(sharded(model, mesh), mesh, reference, steps=1)
+    model.blocks[0].attention.mask = bias[..., :6, :6]
+    with pytest.raises(InputError, match=r"attn_mask is \[1, 4, 6, 6\], expected \[..., 12, 12\]"):
+        model(**mesh.split({"tokens": torch.zeros(1, LENGTH, dtype=torch.long)}))
+
+
+@on_ranks(2)
+def test_a_copy_of_a_model_and_one_module_of_it_exchange_too_and_a_second_call_raises(rank, world):
+    mesh = shardwright.mesh(cp=world)
+    model = context_parallel(build(), mesh)
+    other = copy.deepcopy(model)
+    part = mesh.split({"tokens": torch.zeros(1, LENGTH, dtype=torch.long)})
+    with torch.no_grad():
+        other.head.weight.zero_()
+        assert model(**part).std(-1).min() > 0
+        torch.testing.assert_close(other(**part), other.head.bias.expand(1, LENGTH // 2, VOCAB))
+        whole = torch.randn(1, LENGTH, 16, dtype=torch.float64)
+        torch.testing.assert_close(
+            model.blocks[0](whole.chunk(world, 1)[rank]), build().blocks[0](whole).chunk(world, 1)[rank]
+        )
+    with pytest.raises(InputError, match="Transformer is context-parallel already"):
+        context_parallel(model, mesh)
+
+
+def held(model, *args):
+    """Bytes that a forward keeps for its backward, beside parameters; a storage counts once."""
+    params = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    found = {}
+
+    def keep(tensor):
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = model(*args)
+    return sum(size for pointer, (size, _) in found.items() if pointer not in params), result
+
+
+@on_ranks(8)
+def test_eight_ranks_hold_less_than_a_seventh_of_one_ranks_activations_each(rank, world):
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(64, 8, 8) for _ in range(2)))
+    x = torch.randn(1, 256, 64)
+    whole, expected = held(blocks, x)
+    context_parallel(blocks, shardwright.mesh(cp=8))
+    own, found = held(blocks, x.chunk(8, 1)[rank].clone())
+    torch.testing.assert_close(found, expected.chunk(8, 1)[rank])
+    assert own <= whole / 7
+
+
+class ByName(nn.Module):
+    """Of a file that imports the attention by its name."""
+
+
+@on_ranks(2)
+def test_models_whose_attention_is_not_exchanged_raise(rank, world):
+    mesh = shardwright.mesh(cp=2)
+    file = types.ModuleType("by_name")
+    file.attention = sys.modules["shardwright.parallel.ulysses"]._torchs
+    sys.modules["by_name"], ByName.__module__ = file, "by_name"
+    with pytest.raises(InputError, match="by_name imports scaled_dot_product_attention by its name"):
+        context_parallel(nn.Sequential(nn.Linear(2, 2), ByName()), mesh)
+    model = context_parallel(nn.Sequential(nn.Linear(2, 2)), mesh)
+    with pytest.raises(
+        InputError, match="Sequential is context-parallel, and its forward called no attention"
+    ):
+        model(torch.ones(1, 2))
+    odd = context_parallel(Block(9, 3, 3), mesh)
+    with pytest.raises(InputError, match=r"query is \[1, 3, 4, 3\], expected .* that cp=2 divides"):
+        odd(torch.ones(1, 4, 9))
+
+
+@on_ranks(2)
+def test_tokens_of_one_rank_alone_and_none_at_all_give_the_loss_and_gradients_of_the_whole(rank, world):
+    mesh = shardwright.mesh(cp=2)
+    total = torch.full((), 3.0 * rank, requires_grad=True)
+    loss = mean_over_tokens(total, 2 * rank, mesh)
+    loss.backward()
+    assert (loss.item(), total.grad.item()) == (1.5, 1.0)  # 2 ranks / 2 tokens
+    assert mean_over_tokens(total * 0, 0, mesh).item() == 0
+    with pytest.raises(InputError, match=r"loss_sum is \[1\], expected the sum"):
+        mean_over_tokens(total[None], 1, mesh)
+
+
+class Functions(dict):
+    """As transformers' table of attention functions."""
+
+    register = dict.__setitem__
+
+
+class PreTrained(Transformer):
+    """What a model of transformers has; ``choose``: its attention goes by a name of the table."""
+
+    def __init__(self, functions, chosen, **options):
+        super().__init__(**options)
+        self.functions, self.config = functions, types.SimpleNamespace(_attn_implementation=chosen)
+        for block in self.blocks:
+            block.attention.forward = partial(self.attend, block.attention)
+
+    def set_attn_implementation(self, name):
+        self.config._attn_implementation = name
+
+    def attend(self, attention, x):
+        heads = attention.into(x).unflatten(-1, (-1, attention.size)).transpose(1, 2)
+        q, k, v = heads.split([attention.heads, attention.groups, attention.groups], 1)
+        attended = self.functions[self.config._attn_implementation]
+        return attention.out(attended(attention, q, k, v, None, **self.given)[0].flatten(2))
+
+    def forward(self, tokens, position_ids=None, attention_mask=None, **given):
+        self.given = given | {"position_ids": position_ids}
+        return super().forward(tokens, position_ids)
+
+
+def as_sdpa(module, query, key, value, mask, *, position_ids, sliding_window=None):
+    seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.4, enable_gqa=True)
+    return seen.transpose(1, 2), None
+
+
+def as_flash(module, query, key, value, mask, *, position_ids, s_aux=None):
+    """Takes documents from positions, as FlashAttention's function does."""
+    assert position_ids.shape[1] == query.shape[2] == LENGTH
+    own = blocked((position_ids == 0).cumsum(1), 1)
+    attention = sys.modules["shardwright.parallel.ulysses"]._torchs
+    return attention(query, key, value, own, scale=0.4, enable_gqa=True).transpose(1, 2), None
+
+
+def trains_as_library(rank, world, chosen):
+    functions = Functions(sdpa=as_sdpa, flash_attention_2=as_flash, flex_attention=None)
+    library = types.ModuleType("transformers.modeling_utils")
+    library.PreTrainedModel, library.ALL_ATTENTION_FUNCTIONS = PreTrained, functions
+    sys.modules["transformers.modeling_utils"] = library
+    torch.manual_seed(3)
+    model, reference = PreTrained(functions, chosen).double(), build()
+    documents = (packed(1) == 0).cumsum(1)
+    for block in reference.blocks:
+        block.attention.mask = blocked(documents, 2)
+    mesh = shardwright.mesh(cp=world)
+    train_beside(sharded(model, mesh), mesh, reference, packed(1), steps=1)
+    part = mesh.split({"tokens": torch.zeros(1, LENGTH, dtype=torch.long)})
+    refused = {"sdpa": ({"sliding_window": 8}, "attends to 8 tokens")}
+    refused["flash_attention_2"] = {"s_aux": torch.ones(4)}, "has attention sinks"
+    given, expected = refused[chosen]
+    for words, message in ((part | given, expected), ({"tokens": part["tokens"]}, "without position_ids")):
+        with pytest.raises(InputError, match=message):
+            model(**words)
+    with pytest.raises(InputError, match="attn_implementation='flex_attention', which can't be exchanged"):
+        context_parallel(PreTrained(functions, "flex_attention"), mesh)
+
+
+@pytest.mark.parametrize("chosen", ["sdpa", "flash_attention_2"])
+def test_attention_functions_of_transformers_are_exchanged_or_refused(chosen):
+    """Over a stand-in for its table of functions: tests/hf has the library itself."""
+    run_ranks(2, trains_as_library, chosen)

@@ -11,10 +11,10 @@ from torch import Tensor
 def exchange(tensors: Sequence[Tensor], group: dist.ProcessGroup, scatter: int, gather: int) -> list[Tensor]:
     """Each tensor with dim ``scatter`` cut over the ranks of a group and dim ``gather`` joined, in one
     all-to-all. Every rank of the group calls it, with the same shapes; of one dtype."""
-    return list(_Exchange.apply(group, scatter, gather, *tensors))  # type: ignore[arg-type]
+    return list(_AllToAll.apply(group, scatter, gather, *tensors))  # type: ignore[arg-type]
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         group, scatter, gather, *tensors = args

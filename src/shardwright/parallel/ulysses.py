@@ -94,8 +94,8 @@ def mean_over_tokens(loss_sum: Tensor, num_tokens: Tensor | int, mesh: Mesh) -> 
 
     Args:
         loss_sum: the sum over this rank's tokens, of shape () in any floating point dtype.
-        num_tokens: how many these are: an int, or an integer tensor of shape (). With several microbatches in
-            a step those of all of them, in each call: the losses and gradients then add up to the mean.
+        num_tokens: how many these are: an int, or a tensor of shape () in any integer dtype. With several
+            microbatches in a step those of all of them, in each call: losses and gradients then add up.
         mesh: what ``mesh()`` returned.
 
     Returns:
@@ -251,9 +251,9 @@ def _attention(
         for row, spans in enumerate(documents):
             parts = []
             for begin, end in spans:
-                own = [each[row : row + 1, :, begin:end] for each in (query, key, value)]
+                q, k, v = (each[row : row + 1, :, begin:end] for each in (query, key, value))
                 of_mask = None if mask is None else mask[row : row + 1, :, begin:end, begin:end]
-                parts.append(_torchs(*own, of_mask, dropout_p, is_causal, **options))
+                parts.append(_torchs(q, k, v, of_mask, dropout_p, is_causal, **options))
             rows.append(torch.cat(parts, _SEQUENCE))
         whole = torch.cat(rows)
     return exchange((whole,), ulysses.group, _SEQUENCE, _HEADS)[0]
@@ -262,9 +262,10 @@ def _attention(
 def _take_over_library(modules: list[nn.Module]) -> bool:
     """Whether it is a model of transformers; its attention is then one of ours. Raises: InputError."""
     library = sys.modules.get("transformers.modeling_utils")  # where it isn't imported there is no such model
-    model = library and next((each for each in modules if isinstance(each, library.PreTrainedModel)), None)
-    if not library or model is None:
+    of_it = [module for module in modules if library and isinstance(module, library.PreTrainedModel)]
+    if library is None or not of_it:
         return False
+    model: Any = of_it[0]
     functions, chosen = library.ALL_ATTENTION_FUNCTIONS, model.config._attn_implementation
     if chosen != "sdpa" and not chosen.startswith("flash_attention"):
         raise InputError(
