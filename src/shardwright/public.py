@@ -28,8 +28,7 @@ from shardwright.ops.gather import gathered, scattered
 from shardwright.ops.linear_loss import linear_cross_entropy
 from shardwright.ops.lockstep import lockstep
 from shardwright.ops.loss import loss_weights
-from shardwright.parallel.mesh import Mesh, mesh
-from shardwright.parallel.ulysses import context_parallel
+from shardwright.parallel import Mesh, context_parallel, mesh
 from shardwright.params.at_rest import pickle_shards
 from shardwright.policy import (
     BackwardPrefetch,

@@ -274,6 +274,27 @@ def test_eight_ranks_hold_less_than_a_seventh_of_one_ranks_activations_each(rank
     assert own <= whole / 7
 
 
+@on_ranks(2)
+def test_torchs_own_layers_exchange_also_compiled_and_other_functions_compile_whole(rank, world):
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask
+    x = torch.randn(2, 8, 32)
+    expected = layer(x, mask(8), is_causal=True).chunk(2, 1)[rank]
+    context_parallel(layer, shardwright.mesh(cp=2))
+    part = x.chunk(2, 1)[rank]
+    for call in (layer, torch.compile(layer, backend="eager")):
+        torch.testing.assert_close(call(part, mask(4), is_causal=True), expected)
+    layer.eval()  # where torch has a kernel of the whole layer, in which nothing can be exchanged
+    with torch.no_grad(), pytest.raises(InputError, match="called no attention that was exchanged"):
+        layer(part, mask(4), is_causal=True)
+
+    def other(q):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    q = torch.randn(1, 4, 8, 8)
+    assert torch.equal(torch.compile(other, backend="eager", fullgraph=True)(q), other(q))
+
+
 class ByName(nn.Module):
     """Of a file that imports the attention by its name."""
 
@@ -303,6 +324,8 @@ def test_tokens_of_one_rank_alone_and_none_at_all_give_the_loss_and_gradients_of
     loss = mean_over_tokens(total, 2 * rank, mesh)
     loss.backward()
     assert (loss.item(), total.grad.item()) == (1.5, 1.0)  # 2 ranks / 2 tokens
+    parts = [mean_over_tokens(total * share, 2 * rank, mesh) for share in (0.25, 0.75)]  # microbatches
+    assert sum(parts).item() == 1.5
     assert mean_over_tokens(total * 0, 0, mesh).item() == 0
     with pytest.raises(InputError, match=r"loss_sum is \[1\], expected the sum"):
         mean_over_tokens(total[None], 1, mesh)

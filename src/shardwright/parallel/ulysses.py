@@ -7,11 +7,11 @@ all heads, in it the whole sequence and some heads. Everything else of a model i
 import inspect
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
 from math import gcd
+from threading import get_ident
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -128,7 +128,8 @@ class _Running:
     documents: Documents | None = None
 
 
-_running: ContextVar[_Running | None] = ContextVar("running", default=None)
+_running: dict[int, _Running] = {}
+"""By thread: a backward on a device recomputes in a thread of its own."""
 
 
 class _Ulysses:
@@ -140,7 +141,7 @@ class _Ulysses:
 
     def running(self, given: Tensor | None, is_root: bool) -> _Running:
         """What a module that begins is to know. Raises: InputError, StageError."""
-        before = _running.get()
+        before = _running.get(get_ident())
         if before is not None and (given is None or given is before.given):
             return before
         if given is not None:
@@ -208,13 +209,17 @@ def _enter(ulysses: _Ulysses, module: nn.Module, is_root: bool) -> None:
                 "attention_mask; call it with what mesh.split gives of a batch, without its attention_mask: "
                 "padding at the end changes nothing, and the loss leaves it out"
             )
-        before = ulysses.num_attentions
-        token = _running.set(ulysses.running(positions, is_root))
+        seen, thread = ulysses.num_attentions, get_ident()
+        running, before = ulysses.running(positions, is_root), _running.get(thread)
+        _running[thread] = running
         try:
             result = forward(self, *args, **kwargs)
         finally:
-            _running.reset(token)
-        if is_root and ulysses.num_attentions == before:
+            if before is None:
+                del _running[thread]
+            else:
+                _running[thread] = before
+        if is_root and ulysses.num_attentions == seen:
             raise InputError(
                 f"{type(self).__name__} is context-parallel, and its forward called no attention that was "
                 "exchanged; call torch.nn.functional.scaled_dot_product_attention in it"
@@ -235,8 +240,8 @@ def _attention(
     **options: Any,
 ) -> Tensor:
     """Torch's own, in whose place it is, and around it the exchange where a context-parallel model runs."""
-    running = _running.get()
-    if running is None:
+    # The first is for torch.compile, which can't trace the second: a function of another model stays whole.
+    if not _running or (running := _running.get(get_ident())) is None:
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
     ulysses, documents = running.ulysses, running.documents
     query, key, value = ulysses.to_heads(query, key, value)
@@ -285,8 +290,7 @@ def _librarys_attention(inner: Callable[..., Any], is_sdpa: bool) -> Callable[..
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Any]:
-        running = _running.get()
-        if running is None:
+        if (running := _running.get(get_ident())) is None:
             return inner(module, query, key, value, mask, **options)
         window = options.get("sliding_window")
         if is_sdpa:
