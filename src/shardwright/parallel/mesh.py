@@ -190,7 +190,7 @@ def _check_model(sizes: dict[str, int], model: nn.Module) -> None:
     heads = number("num_attention_heads")
     check("tp", "heads", heads)
     check("tp", "key/value heads", number("num_key_value_heads"))
-    # Key/value heads that cp doesn't divide are repeated: docs/mesh.md.
+    # Key/value heads that cp doesn't divide are repeated: `_Ulysses.to_heads`.
     tp = sizes["tp"]
     check("cp", f"heads of each of tp={tp} ranks" if tp > 1 else "heads", heads and heads // tp)
     check("ep", "experts", number("num_local_experts", "num_experts", "n_routed_experts"))

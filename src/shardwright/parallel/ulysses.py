@@ -138,6 +138,7 @@ class _Ulysses:
     def __init__(self, group: dist.ProcessGroup, is_librarys: bool) -> None:
         self.group, self.world, self.is_librarys = group, group.size(), is_librarys
         self.num_attentions, self.was_packed = 0, False
+        self.last: _Running | None = None
 
     def running(self, given: Tensor | None, is_root: bool) -> _Running:
         """What a module that begins is to know. Raises: InputError, StageError."""
@@ -145,7 +146,10 @@ class _Ulysses:
         if before is not None and (given is None or given is before.given):
             return before
         if given is not None:
-            return self._of_positions(given)
+            # What is recomputed has those of its forward again, layer by layer: they are gathered once.
+            if is_root or self.last is None or given is not self.last.given:
+                self.last = self._of_positions(given)
+            return self.last
         if self.was_packed and not is_root:
             raise StageError(
                 "a module is recomputed after packed documents, and doesn't know where they begin; give "
@@ -159,11 +163,12 @@ class _Ulysses:
         parts = [torch.empty_like(given) for _ in range(self.world)]
         dist.all_gather(parts, given.contiguous(), group=self.group)
         gathered = torch.cat(parts, 1)
-        begins = (gathered.diff() != 1).tolist()
-        if not any(map(any, begins)):
+        begins = (gathered.diff() != 1).nonzero().tolist()
+        if not begins:
             return _Running(self, given, gathered)
         self.was_packed = True
-        edges = [[0, *(i + 1 for i, b in enumerate(row) if b), gathered.shape[1]] for row in begins]
+        count, length = gathered.shape
+        edges = [[0, *(at + 1 for row, at in begins if row == each), length] for each in range(count)]
         return _Running(self, given, gathered, [[*pairwise(row)] for row in edges])
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -277,9 +282,14 @@ def _take_over_library(modules: list[nn.Module]) -> bool:
             f"{type(model).__name__} has attn_implementation={chosen!r}, which can't be exchanged; load it "
             'with attn_implementation="sdpa" or "flash_attention_2"'
         )
-    functions.register(f"ulysses_{chosen}", _librarys_attention(functions[chosen], chosen == "sdpa"))
-    # No mask function has this name, so transformers makes no masks, which would be those of a part.
-    model.set_attn_implementation(f"ulysses_{chosen}")
+    # No mask function has this name, so transformers makes no masks, which would be those of a part. For a
+    # FlashAttention it makes none, and imports it by its name.
+    name, inner = "ulysses_sdpa" if chosen == "sdpa" else chosen, functions[chosen]
+    if not getattr(inner, "is_exchanged", False):
+        functions.register(name, _librarys_attention(inner, chosen == "sdpa"))
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise InputError(f"{type(model).__name__} has attention of its own, which can't be exchanged")
     return True
 
 
@@ -288,10 +298,10 @@ def _librarys_attention(inner: Callable[..., Any], is_sdpa: bool) -> Callable[..
     heads, size], and weights or None."""
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, Any]:
         if (running := _running.get(get_ident())) is None:
-            return inner(module, query, key, value, mask, **options)
+            return inner(module, query, key, value, attention_mask, **options)
         window = options.get("sliding_window")
         if is_sdpa:
             if window is not None and window < query.shape[_SEQUENCE] * running.ulysses.world:
@@ -299,12 +309,13 @@ def _librarys_attention(inner: Callable[..., Any], is_sdpa: bool) -> Callable[..
                     f"{type(module).__name__} attends to {window} tokens, which transformers tells sdpa by a "
                     'mask of all; load the model with attn_implementation="flash_attention_2"'
                 )
-            return inner(module, query, key, value, mask, **options)  # calls `_attention`
+            return inner(module, query, key, value, None, **options)  # calls `_attention`
         if options.get("s_aux") is not None:
             raise InputError(f"{type(module).__name__} has attention sinks, which aren't exchanged")
         options["position_ids"] = running.gathered
         query, key, value = running.ulysses.to_heads(query, key, value)
-        whole, weights = inner(module, query, key, value, mask, **options)
+        whole, weights = inner(module, query, key, value, None, **options)
         return exchange((whole,), running.ulysses.group, 1, 2)[0], weights
 
+    attend.is_exchanged = True  # type: ignore[attr-defined]
     return attend
