@@ -297,6 +297,11 @@ def test_torchs_own_layers_exchange_also_compiled_and_other_functions_compile_wh
     assert torch.equal(torch.compile(other, backend="eager", fullgraph=True)(q), other(q))
 
 
+class Crossed(nn.Module):
+    def forward(self, x, position_ids):
+        return F.scaled_dot_product_attention(x, *[x.repeat(1, 1, 2, 1)] * 2)
+
+
 class ByName(nn.Module):
     """Of a file that imports the attention by its name."""
 
@@ -314,6 +319,10 @@ def test_models_whose_attention_is_not_exchanged_raise(rank, world):
         InputError, match="Sequential is context-parallel, and its forward called no attention"
     ):
         model(torch.ones(1, 2))
+    crossed, x = context_parallel(Crossed(), mesh), torch.ones(1, 2, LENGTH // 2, 4)
+    assert crossed(x, torch.arange(LENGTH)[None].chunk(2, 1)[rank]).shape == x.shape
+    with pytest.raises(InputError, match="an attention of 12 tokens to 24 others"):
+        crossed(x, packed(1).chunk(2, 1)[rank])
     odd = context_parallel(Block(9, 3, 3), mesh)
     with pytest.raises(InputError, match=r"query is \[1, 3, 4, 3\], expected .* that cp=2 divides"):
         odd(torch.ones(1, 4, 9))

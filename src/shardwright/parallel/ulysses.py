@@ -78,7 +78,8 @@ def context_parallel(model: M, mesh: Mesh) -> M:
     for module in modules:
         # A recomputed module, which is called outside of the model's forward, has to know too. Leaves of
         # torch are left out: they call no attention.
-        if module is model or next(module.children(), None) or type(module).__module__[:9] != "torch.nn.":
+        is_leaf = next(module.children(), None) is None
+        if module is model or not is_leaf or type(module).__module__[:9] != "torch.nn.":
             _enter(ulysses, module, module is model)
     F.scaled_dot_product_attention = _attention
     return model
@@ -256,6 +257,11 @@ def _attention(
     else:
         # One by one: a mask of all would be [sequence, sequence], and most of its products for nothing.
         length, rows = query.shape[_SEQUENCE], []
+        if key.shape[_SEQUENCE] != length:
+            raise InputError(
+                f"context_parallel: an attention of {length} tokens to {key.shape[_SEQUENCE]} others, in "
+                "which packed documents aren't known; give such a model one document in each row"
+            )
         documents = documents * len(query) if len(documents) == 1 else documents
         mask = mask if mask is None else mask.expand(len(query), -1, length, -1)
         for row, spans in enumerate(documents):
