@@ -28,6 +28,7 @@ from shardwright.ops.gather import gathered, scattered
 from shardwright.ops.linear_loss import linear_cross_entropy
 from shardwright.ops.lockstep import lockstep
 from shardwright.ops.loss import loss_weights
+from shardwright.parallel import Mesh, context_parallel, mesh
 from shardwright.params.at_rest import pickle_shards
 from shardwright.policy import (
     BackwardPrefetch,
@@ -59,6 +60,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "GradientReductionHandle",
     "Grouping",
+    "Mesh",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimizerOffloadPolicy",
@@ -74,6 +76,7 @@ __all__ = [
     "WatchPolicy",
     "clip_grad_norm_",
     "communication_s",
+    "context_parallel",
     "explain",
     "full_state_dict",
     "fully_shard",
@@ -82,6 +85,7 @@ __all__ = [
     "linear_cross_entropy",
     "lockstep",
     "loss_weights",
+    "mesh",
     "nf4",
     "offload_states",
     "pickle_shards",

@@ -27,7 +27,7 @@ AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 PACKAGE = "shardwright"
 CHECKPOINTS = ("checkpoint", "checkpoint.convert", "checkpoint.tools", "checkpoint.xla")
 LIBRARIES = ("xla", "xla.checkpoint", "xla.files", "hf", "clients.fabric", "clients.lightning")
-OTHERS = ("wrapper", "plan", "plan.cluster", "lora", "quantized.nf4", "quantized.interchange")
+OTHERS = ("wrapper", "parallel", "plan", "plan.cluster", "lora", "quantized.nf4", "quantized.interchange")
 PUBLIC = ("public", "publishing.engines", *CHECKPOINTS, *LIBRARIES, *OTHERS)
 """Modules whose names are for users; `shardwright` itself gives out the names of `public`."""
 
@@ -40,6 +40,7 @@ CANNOT_RAISE = {
 NEVER_RAISES = {
     "wrapper.fsdp1: FullyShardedDataParallel.apply": ("InputError", "for arguments that it leaves out"),
     "wrapper.fsdp1: FullyShardedDataParallel.clip_grad_norm_": ("RuntimeError", "leaves the option out"),
+    "parallel.mesh: mesh": ("RuntimeError TypeError", "joins axes of one mesh, which have names"),
     "hf.load: load": ("ConfigError StageError", "of a plan, and of a model that is running"),
     "hf.load: shard": ("ConfigError StageError", "of a plan"),
     "hf.load: read_weights": ("StageError", "of a model that is running"),

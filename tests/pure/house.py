@@ -36,6 +36,7 @@ FLOORS = {
     "api": 11,
     "module": 8,
     "ops": 8,
+    "parallel": 8,
     "setters": 7,
     "quantize": 9,
     "engine": 6,
@@ -77,12 +78,13 @@ BRIDGES = {
 CORE = {"engine", "params", "schedule", "transport", "wrapper", "checkpoint"}
 DEVICE_TYPE = re.compile(r"(?<!torch\.)\b(cuda|rocm|hip|xpu|mps|hpu|npu)\b")
 """Names in a text; ``torch.cuda.graph`` is one of torch's own functions, of which a message may speak."""
-# Of a step; of one that is traced; a function of its own, with its gradients. And of loads: of a module whose
-# keys are renamed first; of what a load says.
+# Of a step; of one that is traced; functions of their own, with their gradients. And of loads: of a module
+# whose keys are renamed first; of what a load says.
 HOOKS_FILES = (
     "engine/step/hooks.py",
     "plan/events.py",
     "ops/linear_loss.py",
+    "parallel/exchange.py",
     "params/load_plain.py",
     "wrapper/saving.py",
 )

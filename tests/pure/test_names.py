@@ -19,10 +19,11 @@ ROOT = Path(__file__).parents[2]
 
 PUBLIC = """
 BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims DiskOffloadPolicy Explanation FSDPModule
-FullyShardedDataParallel GradientReductionHandle Grouping MixedPrecisionPolicy OffloadPolicy
+FullyShardedDataParallel GradientReductionHandle Grouping Mesh MixedPrecisionPolicy OffloadPolicy
 OptimizerOffloadPolicy Publisher Receiver ReduceScatterBucketer ReduceScatterHandle SchedulePolicy
 ShardPlacementResult Stats StepInBackward UnshardHandle WatchPolicy clip_grad_norm_ communication_s
-explain full_state_dict fully_shard install linear_cross_entropy lockstep loss_weights gathered nf4
+context_parallel explain full_state_dict fully_shard install linear_cross_entropy lockstep loss_weights
+mesh gathered nf4
 offload_states pickle_shards publish quantize_ register_fsdp_forward_method receive record_function
 reload_states scattered share_comm_ctx set_process set_transport set_watch stats stream_state_dict
 uninstall

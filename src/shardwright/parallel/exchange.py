@@ -1,0 +1,53 @@
+"""What ranks exchange inside of a forward, with gradients: heads for parts of the sequence, and a loss."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def exchange(tensors: Sequence[Tensor], group: dist.ProcessGroup, scatter: int, gather: int) -> list[Tensor]:
+    """Each tensor with dim ``scatter`` cut over the ranks of a group and dim ``gather`` joined, in one
+    all-to-all. Every rank of the group calls it, with the same shapes; of one dtype."""
+    return list(_AllToAll.apply(group, scatter, gather, *tensors))  # type: ignore[arg-type]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        group, scatter, gather, *tensors = args
+        ctx.back, world = (group, gather, scatter), group.size()
+        parts = [tensor.unflatten(scatter, (world, -1)).movedim(scatter, 0) for tensor in tensors]
+        sent = torch.cat([part.reshape(world, -1) for part in parts], 1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        arrived = zip(received.split([part[0].numel() for part in parts], 1), parts, strict=True)
+        return tuple(got.view(p.shape).movedim(0, gather).flatten(gather, gather + 1) for got, p in arrived)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, None, *exchange(grads, *ctx.back)
+
+
+def mean_of_all(total: Tensor, number: Tensor | int, group: dist.ProcessGroup) -> Tensor:
+    """The sum of 0-d ``total`` over a group's ranks, divided by that of ``number``; the gradient is so many
+    times larger as the group has ranks. Every rank of the group calls it."""
+    return _Mean.apply(total, number, group)  # type: ignore[no-any-return]
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        total, number, group = args
+        number = torch.as_tensor(number, device=total.device)
+        sums = torch.stack([total.double(), number.double()])  # fp32 counts up to 16 million tokens only
+        dist.all_reduce(sums, group=group)
+        whole = sums[1].clamp(min=1)  # without tokens the loss is 0, and so are gradients
+        ctx.factor = group.size() / whole
+        return (sums[0] / whole).to(total.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (grads[0] * ctx.factor).to(grads[0].dtype), None, None
