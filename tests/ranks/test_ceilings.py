@@ -46,6 +46,8 @@ _HOSTS = "words between hosts go through one rank of each, and no thread is woke
 
 _AHEAD = "a forward's first gathers are launched while words travel: 30 lines"
 
+_MESHES = "meshes of scripts, sequences that ranks share (src/shardwright/parallel): 430 lines"
+
 _PUBLISHED = "weights leave as they are made (src/shardwright/publishing): 1,269 lines"
 
 _APART = "what coded messages keep lies beside a transport, and not in parameters: 25 lines"
@@ -55,28 +57,29 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(13_850, 14_500),
+    "lines that the import loads": Ceiling(13_861, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_200, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
+    "lines loaded after ten steps": Ceiling(17_213, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
-    "code lines of a step": Ceiling(2_100, 1_800, _PLANNED),
+    "code lines of a step": Ceiling(2_110, 1_800, f"{_PLANNED}; {_AHEAD}"),
     "code lines of the core": Ceiling(
-        12_066, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
+        12_073, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
     ),
     "code lines of src": Ceiling(
-        39_740,
+        40_207,
         33_200,
-        f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}",
+        f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
+        f"{_MESHES}",
     ),
     "code lines of tests": Ceiling(
-        47_244,
+        47_953,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
-        "published weights: 700; times of the simulated device: 130",
+        "published weights: 700, vLLM 90; times of the simulated device: 130; shared sequences: 540",
     ),
     "words of README and docs": Ceiling(60_000, 60_000),
-    "mutable objects of modules": Ceiling(20, 20),
+    "mutable objects of modules": Ceiling(21, 20, "which context-parallel forward runs in a thread"),
 }
 
 ROOT = Path(__file__).parents[2]

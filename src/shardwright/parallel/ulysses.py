@@ -310,6 +310,8 @@ def _librarys_attention(inner: Callable[..., Any], is_sdpa: bool) -> Callable[..
             return inner(module, query, key, value, attention_mask, **options)
         window = options.get("sliding_window")
         if is_sdpa:
+            if query.shape[_SEQUENCE] == 1:  # transformers takes it for decoding, where nothing is masked
+                raise InputError("a rank has one token of a sequence; choose a smaller cp")
             if window is not None and window < query.shape[_SEQUENCE] * running.ulysses.world:
                 raise InputError(
                     f"{type(module).__name__} attends to {window} tokens, which transformers tells sdpa by a "
