@@ -68,9 +68,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     size = Size(options.layers, options.width, options.vocab, sequence=options.sequence, batch=1)
     if options.rank == 0:
         print(f"{options.link}: of {TRAINERS} trainer ranks, to each of {RECEIVERS} receivers")
-        print(
-            "| rate | MiB a version | of full | entropy, of full | s to usable | s a step | beside a version |"
-        )
+        print("| rate | MiB a version | of full | entropy, of full | s to usable | s a step | beside one |")
         print("|---|---:|---:|---:|---:|---:|---:|")
     for rate in options.rates:
         model = build(size)
