@@ -67,13 +67,13 @@ CEILINGS = {
         12_073, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
     ),
     "code lines of src": Ceiling(
-        40_207,
+        40_206,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
         f"{_MESHES}",
     ),
     "code lines of tests": Ceiling(
-        47_955,
+        47_976,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700, vLLM 90; times of the simulated device: 130; shared sequences: 540",

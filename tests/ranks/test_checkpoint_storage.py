@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import fully_shard
+from shardwright import fully_shard, publish, receive
 from shardwright.checkpoint import async_save, latest, load, remote, save
 from shardwright.checkpoint.format import Manifest, dumps, loads
 from shardwright.checkpoint.url import location_of
@@ -267,3 +267,23 @@ def save_and_resume_in_memory(rank: int, world: int) -> int:
 def test_one_rank_saves_to_memory_and_resumes_from_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert run_ranks(1, save_and_resume_in_memory) == [7]
+
+
+def publish_twice(rank: int, world: int, bucket: Bucket) -> tuple[int, set[float]]:
+    bucket.watch()
+    model = fully_shard(build(1.0))
+    with publish(model, bucket.url, keep=1) as publisher:
+        publisher.send()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        publisher.send()
+        publisher.wait()
+        with receive(bucket.url) as receiver:
+            version = receiver.wait(2)
+            return version, {x for _, tensor in receiver for x in torch.unique(tensor).tolist()}
+
+
+def test_weights_that_are_published_to_a_bucket_are_received_from_it(bucket):
+    assert run_ranks(2, publish_twice, bucket) == [(2, {2.0})] * 2
+    assert {name.split("/")[0] for name in bucket.names()} == {"latest", "step-000002"}

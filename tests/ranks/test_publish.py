@@ -281,13 +281,14 @@ def test_a_receiver_that_dies_or_stands_still_stops_nobody(number, tmp_path):
     run_ranks_but(2, 3, trains_on, str(tmp_path), number, grouped=False)
 
 
-def loses_a_trainer(rank, world, folder):
+def loses_a_trainer(rank, world, folder, number):
     if rank < 2:
         _, _, publisher = trainer(rank, folder)
         publisher.send()
         hear(folder, "first")
         if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            tell(folder, "pid", os.getpid())
+            os.kill(os.getpid(), number)
         hear(folder, "told")
         return
     receiver = receive(hear(folder, "address"))
@@ -296,12 +297,17 @@ def loses_a_trainer(rank, world, folder):
     began = time.monotonic()
     with pytest.raises(CommError, match=r"rank 1 at \S+ of the publisher: .*call receive\(\) again"):
         receiver.wait()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < (5 if number == signal.SIGKILL else 15)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(hear(folder, "pid")), signal.SIGKILL)
     tell(folder, "told")
 
 
-def test_a_trainer_that_dies_is_named_to_receivers(tmp_path):
-    run_ranks_but(1, 3, loses_a_trainer, str(tmp_path), grouped=False)
+@pytest.mark.each_case
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_trainer_that_dies_or_says_nothing_is_named_to_receivers(number, tmp_path):
+    """One that is stopped is as one whose host is dark: its connections stand, and nothing comes."""
+    run_ranks_but(1, 3, loses_a_trainer, str(tmp_path), number, grouped=False)
 
 
 # ---- what may go wrong

@@ -59,11 +59,10 @@ class Rank:
             raise self._lost(error) from error
 
     def _lost(self, error: Exception) -> CommError:
+        what: Any = error
         if isinstance(error, TimeoutError):
-            return CommError(
-                f"{self.where} has said nothing for {SILENT_S:g} s: its host or process stands still"
-            )
-        return CommError(f"{self.where} of the publisher: {error}; call receive() again where it runs")
+            what = f"it has said nothing for {SILENT_S:g} s, as its host or process stands still"
+        return CommError(f"{self.where} of the publisher: {what}; call receive() again where it runs")
 
     def _body(self, frame: Frame) -> bytes:
         body = bytes(frames.read(self._sock, frame.nbytes))
