@@ -58,6 +58,8 @@ class Kernels(TorchDispatchMode):
         kind = _kinds.get(func)
         if kind is None:
             kind = _kinds[func] = _Kind(func)
+        if kind.name == "aten::lift_fresh":
+            self._hold_numbers(args[0])
         if kind.is_view and not types:
             return func(*args, **kwargs)
         leaves, tree = _flat(args, kwargs)
@@ -99,6 +101,14 @@ class Kernels(TorchDispatchMode):
         if blocks:
             self.device.wait(kind.name)
         return out
+
+    def _hold_numbers(self, tensor: torch.Tensor) -> None:
+        """``torch.tensor``: they lie on the host."""
+        storage = tensor.untyped_storage()
+        if not self.device.memory.knows(storage):
+            numbers = tensor.clone()
+            self.device.memory.take(storage, host=True, pinned=False)
+            self.device.memory.address(tensor).tensor().copy_(numbers)
 
     def _mapped(self, file: torch.Tensor) -> torch.Tensor:
         """Memory of the host that can't be pinned."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -319,9 +319,8 @@ class Job:
             for (owner, name, _), value in zip(stand_ins, before, strict=True):
                 setattr(owner, name, value)
 
-    @staticmethod
-    def _fresh() -> list[Any]:
-        tables = [cache(made) for made in _TABLES.values()]
+    def _fresh(self) -> list[Any]:
+        tables = [cache(partial(self._made_once, made)) for made in _TABLES.values()]
         return [vars(ProcessState()), hooks._RootLeftOut(), {}, *tables]
 
     def _train(self, rank: int, number: int) -> list[torch.Tensor]:
@@ -354,6 +353,13 @@ class Job:
 
         words = _Words(log, self._exchange)
         return _Comm(gathers, reductions, log, streams, words, make)  # type: ignore[arg-type]
+
+    def _made_once(self, made: Callable[..., Any], *args: Any) -> Any:
+        """A table for a device. Of its numbers its host waits once, which isn't counted."""
+        waits = self.world.device.waits
+        before, table = len(waits), made(*args)
+        del waits[before:]
+        return table
 
     def _exchange(self, ranks: Sequence[int], words: Sequence[int]) -> list[list[int]]:
         """Hosts' words, for which no device is waited for."""

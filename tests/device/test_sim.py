@@ -143,3 +143,37 @@ def test_ranks_that_wait_for_a_collective_which_one_never_launches_are_stuck():
 
     with pytest.raises(Stuck):
         results(program, size=2)
+
+
+def on_host(device, pinned):
+    tensor = torch.zeros(2) + 1
+    put_on_host(device, tensor, pinned)
+    device.waits.clear()
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("use", "waited"),
+    [
+        (lambda x, device: x + torch.tensor([1.0, 2.0], device=x.device), ["aten::add"]),
+        (lambda x, device: x + on_host(device, False).to(x.device), ["aten::add"]),
+        (lambda x, device: x.copy_(on_host(device, False), non_blocking=True), ["aten::copy_"]),
+        (lambda x, device: x.copy_(on_host(device, True)), ["aten::copy_"]),
+        (lambda x, device: x.copy_(on_host(device, True), non_blocking=True), []),
+        (lambda x, device: x * x.sum().item(), ["aten::_local_scalar_dense"]),
+        (lambda x, device: x * x.sum(), []),
+    ],
+)
+def test_the_host_waits_for_numbers_that_it_reads_or_sends_from_memory_that_is_not_pinned(use, waited):
+    """Also for those of which a tensor is made on the device of another one."""
+    seen = []
+
+    def program(device):
+        x = torch.zeros(2) + 1
+        device.waits.clear()
+        result = use(x, device)
+        seen.append(device.waits[:])
+        return result
+
+    assert "nan" not in str(results(program))
+    assert seen == [waited] * len(SEEDS)

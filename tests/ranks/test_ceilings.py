@@ -57,26 +57,26 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(13_861, 14_500),
+    "lines that the import loads": Ceiling(13_863, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_213, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
+    "lines loaded after ten steps": Ceiling(17_215, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_110, 1_800, f"{_PLANNED}; {_AHEAD}"),
     "code lines of the core": Ceiling(
-        12_073, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
+        12_074, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
     ),
     "code lines of src": Ceiling(
-        40_206,
+        40_205,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
         f"{_MESHES}",
     ),
     "code lines of tests": Ceiling(
-        47_976,
+        48_002,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
-        "published weights: 700, vLLM 90; times of the simulated device: 130; shared sequences: 540",
+        "published weights: 700, vLLM 90; times and numbers of the simulated device: 180; shared sequences: 540",
     ),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(21, 20, "which context-parallel forward runs in a thread"),

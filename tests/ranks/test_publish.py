@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright
@@ -584,16 +582,3 @@ def test_a_publisher_that_ends_gives_its_last_version_and_tells(rank):
     assert receiver.wait() == 0
     with pytest.raises(CommError, match=r"can't be reached in 0.2 s"):
         receive(publisher.address, timeout=0.2)
-
-
-@on_ranks(2)
-def test_publishers_that_were_closed_leave_no_group_and_no_thread(rank):
-    model, counts = sharded(build()), []
-    for _ in range(3):
-        with publish(model, TCP) as publisher:
-            publisher.send()
-            if rank == 0:
-                with receive(publisher.address) as receiver:
-                    received(receiver, 1)
-        counts.append((len(_world.pg_map), threading.active_count()))
-    assert counts[1] == counts[2]

@@ -356,8 +356,6 @@ class Publisher:
                 self._is_closed = True
                 self._changed.notify_all()
             self._thread.join(timeout)
-            if self._group.cpu_group is not None and dist.is_initialized():
-                dist.destroy_process_group(self._group.cpu_group)
             self.model.__dict__[PUBLISHED].remove(weakref.ref(self))
 
     def __enter__(self) -> "Publisher":

@@ -310,11 +310,11 @@ class Follower(Following):
         elif point is SyncPoint.BACKWARD_END:
             # By the masks of all ranks: so all of them forget a group in the same backward.
             self.recorded.note_used(self.groups.states.used_by_some)
+            self._settle(result.grad_mask)
             # Two steps have begun with a forward of one module: the next one is likely to.
             if self._begins and self._begins == self._before:
                 self._ahead = self.recorded.planned(self._begins[0], Phase.FORWARD).ahead
             self._before, self._begins = self._begins, ()
-            self._settle(result.grad_mask)
 
     def _start(self, phase: Phase, entry: int, result: ConsensusResult) -> None:
         every = (1 << len(self.recorded.specs)) - 1

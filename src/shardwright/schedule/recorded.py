@@ -155,8 +155,10 @@ def _planned(schedule: Schedule, phase: Phase, specs: tuple[GroupSpec, ...]) -> 
     steps = tuple(Step((*entry.actions, *_late_wait(entry, specs)), None, (entry,)) for entry in until)
     ahead, live_after = list[tuple[int, ...]](), live
     for action in steps[0].actions if steps and phase is not Phase.BACKWARD else ():
-        # What a group is gathered from, and of one with rows in use how many, ranks say as they meet.
-        late = any(specs[group].smaller_world or specs[group].no_prefetch for group in action.groups)
+        # Of what a group is gathered, and of one with rows in use how many, ranks say as they meet; one that
+        # stays after a backward needs no gather.
+        told = [specs[group] for group in action.groups]
+        late = any(s.smaller_world or s.no_prefetch or s.keeps(Phase.BACKWARD) for s in told)
         if late or action.kind is not ActionKind.UNSHARD:
             break
         ahead.append(action.groups)
