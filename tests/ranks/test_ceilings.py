@@ -73,10 +73,10 @@ CEILINGS = {
         f"{_MESHES}",
     ),
     "code lines of tests": Ceiling(
-        48_002,
+        48_004,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
-        "published weights: 700, vLLM 90; times and numbers of the simulated device: 180; shared sequences: 540",
+        "published weights: 700, vLLM 90; the simulated device: 180; shared sequences: 540",
     ),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(21, 20, "which context-parallel forward runs in a thread"),

@@ -406,7 +406,8 @@ class Night:
         before, newest = self.story.there, self.story.newest()
         came = {serial: self.outcome(job, serial) for job, serial in saved}
         is_killed = "killed" in came.values()
-        was_full = any("No space" in error for error in came.values()) and not (self.stuck or is_killed)
+        was_full = any("No space" in error for error in came.values())
+        was_full &= not (self.stuck or is_killed or self.has_failed > 1)  # what is full lets files be removed
         if saved and not self.was_cut and self.random.random() < 0.2:
             self.loses_power()
         self.heal()

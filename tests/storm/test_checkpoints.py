@@ -24,6 +24,7 @@ KEPT = {
     "keep counts what another run has saved under a name of this line": 42,
     "a checkpoint that has just been removed is taken for a damaged one": 83,
     "an error at reading the lock leaves it open": 91,
+    "a disk that lets nothing be removed leaves what was torn": 504966673,
 }
 """Nights that have found something, by what was wrong."""
 
