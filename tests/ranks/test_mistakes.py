@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 import types
 import warnings
 from pathlib import Path
@@ -299,6 +300,26 @@ def test_a_script_that_computes_with_a_weight_at_rest_is_told_the_remedy():
     for rank in run_scripts(2, computed):
         assert rank.code == 1
         assert re.search(TOLD, rank.stderr), rank.stderr
+
+
+def hooked(rank, world):
+    fully_shard(small())
+    before = sys.excepthook
+
+    def told(*error):
+        print("told", file=sys.stderr)
+        before(*error)
+
+    sys.excepthook = told
+    fully_shard(small())
+    time.sleep(2)  # the ranks have met
+    raise ValueError("a mistake of the script")
+
+
+def test_a_scripts_hook_for_exceptions_is_called_once_whatever_is_sharded_after_it():
+    for rank in run_scripts(2, hooked):
+        assert rank.stderr.count("told\n") == 1 and "ValueError: a mistake of the script" in rank.stderr
+        assert "RecursionError" not in rank.stderr
 
 
 @pytest.mark.each_case

@@ -235,7 +235,7 @@ def _made(sizes: dict[str, int], device_type: str) -> Mesh:
         with_copies(part("experts", of_dp) if ep > 1 else shard),
         part("ep", of_ep),
         part("tp", ["tp"]),
-        part("cp", [name for name in fine if name[:2] == "cp"]),
+        part("cp", [name for name in fine if name.startswith("cp")]),
         part("pp", ["pp"]),
         loss.get_group(),
     )

@@ -79,7 +79,7 @@ def context_parallel(model: M, mesh: Mesh) -> M:
         # A recomputed module, which is called outside of the model's forward, has to know too. Leaves of
         # torch are left out: they call no attention.
         is_leaf = next(module.children(), None) is None
-        if module is model or not is_leaf or type(module).__module__[:9] != "torch.nn.":
+        if module is model or not is_leaf or not type(module).__module__.startswith("torch.nn."):
             _enter(ulysses, module, module is model)
     F.scaled_dot_product_attention = _attention
     return model

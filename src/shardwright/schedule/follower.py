@@ -101,8 +101,8 @@ class Follower(Following):
     def snapshot(self) -> tuple[Any, ...]:
         """Everything that its next decisions depend on, hashable: equal where those are."""
         said = (self.mode, self.settles, self.used, self.recorded.digest, self._forwards, self._question)
-        said = (*said, self._begins, self._before, self._ahead, self._launched)
-        return (*said, self.groups.states, self.cursors, self._agenda, bool(self._exact), self._place)
+        met = (self._begins, self._before, self._ahead, self._launched)
+        return (*said, *met, self.groups.states, self.cursors, self._agenda, bool(self._exact), self._place)
 
     # ---- events
 

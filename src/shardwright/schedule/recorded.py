@@ -158,8 +158,8 @@ def _planned(schedule: Schedule, phase: Phase, specs: tuple[GroupSpec, ...]) -> 
         # Of what a group is gathered, and of one with rows in use how many, ranks say as they meet; one that
         # stays after a backward needs no gather.
         told = [specs[group] for group in action.groups]
-        late = any(s.smaller_world or s.no_prefetch or s.keeps(Phase.BACKWARD) for s in told)
-        if late or action.kind is not ActionKind.UNSHARD:
+        untold = any(s.smaller_world or s.no_prefetch or s.keeps(Phase.BACKWARD) for s in told)
+        if untold or action.kind is not ActionKind.UNSHARD:
             break
         ahead.append(action.groups)
         live_after |= bits(action.groups)

@@ -45,7 +45,7 @@ class _Lifecycle:
         self.policy: WatchPolicy | None = None
         self.watch: Watch | None = None
         self.group: Any = lambda: None
-        self.hook = sys.excepthook
+        self.hook, self.is_hooked = sys.excepthook, False
         self.pid = 0
 
 
@@ -83,7 +83,7 @@ def keep_watch() -> None:
     policy = _lifecycle.policy or WatchPolicy.from_text(os.environ.get(VARIABLE, ""))
     wanted = group is not None and dist.get_world_size() > 1 and policy.on and process_is_ours()
     if wanted and group is _lifecycle.group():
-        _set_hooks()  # as it shards: what it raises next has a remedy, though ranks may not have met
+        _hook_exceptions()  # as it shards: what it raises next has a remedy, though ranks may not have met
         return
     _end()
     if group is None or not wanted:
@@ -153,7 +153,7 @@ def _end() -> None:
         _lifecycle.watch.stop()
         atexit.unregister(leave)
         if sys.excepthook is _told:
-            sys.excepthook = _lifecycle.hook
+            sys.excepthook, _lifecycle.is_hooked = _lifecycle.hook, False
     _lifecycle.watch, _lifecycle.group = None, lambda: None
     process_state.diagnosis, process_state.delivered = None, False
 
@@ -171,11 +171,16 @@ def _raised_in(error: BaseException | None) -> str:
 
 
 def _set_hooks() -> None:
-    """Later than torch sets a hook of its own: as the process shards, or once ranks have met."""
+    """The watch calls it once it has met the others: later than torch sets hooks of its own."""
     atexit.unregister(leave)
     atexit.register(leave)
-    if (found := sys.excepthook) is not _told:  # asked once: two threads may come here
-        _lifecycle.hook, sys.excepthook = found, _told
+    _hook_exceptions()
+
+
+def _hook_exceptions() -> None:
+    """Once, until it is taken back: a hook of the script's own, which calls ours, would be called by it."""
+    if not _lifecycle.is_hooked and (found := sys.excepthook) is not _told:  # asked once: of two threads
+        _lifecycle.hook, sys.excepthook, _lifecycle.is_hooked = found, _told, True
 
 
 def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
