@@ -57,17 +57,17 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(13_863, 14_500),
+    "lines that the import loads": Ceiling(13_867, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_220, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
+    "lines loaded after ten steps": Ceiling(17_224, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_110, 1_800, f"{_PLANNED}; {_AHEAD}"),
     "code lines of the core": Ceiling(
-        12_074, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
+        12_076, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
     ),
     "code lines of src": Ceiling(
-        40_207,
+        40_209,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
         f"{_MESHES}",

@@ -157,8 +157,8 @@ def _planned(schedule: Schedule, phase: Phase, specs: tuple[GroupSpec, ...]) -> 
     for action in steps[0].actions if steps and phase is not Phase.BACKWARD else ():
         # Of what a group is gathered, and of one with rows in use how many, ranks say as they meet; one that
         # stays after a backward needs no gather.
-        told = [specs[group] for group in action.groups]
-        untold = any(s.smaller_world or s.no_prefetch or s.keeps(Phase.BACKWARD) for s in told)
+        of = [specs[group] for group in action.groups]
+        untold = any(s.smaller_world or s.no_prefetch or s.words_wait or s.keeps(Phase.BACKWARD) for s in of)
         if untold or action.kind is not ActionKind.UNSHARD:
             break
         ahead.append(action.groups)

@@ -176,6 +176,8 @@ class GroupSpec:
     smaller_world: after a forward its shards are kept over a smaller world, from which the backward gathers,
         and after a backward whose gradients aren't reduced, for the next forward.
     part_of: the first group of the same modules, with whose backward this one's begins.
+    words_wait: its bytes go the way of ranks' words, which would wait for them: it isn't gathered before
+        ranks have met.
     """
 
     reshard_after_forward: bool | None = None
@@ -192,6 +194,7 @@ class GroupSpec:
     needs_copies_reduced: bool = False
     smaller_world: bool = False
     part_of: int | None = None
+    words_wait: bool = False
 
     def keeps(self, phase: Phase, chosen: bool = False) -> bool:
         """Whether it stays unsharded after its part of ``phase``. That is decided here alone: the scheduler

@@ -95,6 +95,7 @@ class GroupTable:
             bucket_key=id(group.gatherer.comm) if group.gatherer.is_whole else None,
             needs_copies_reduced=group.axis.replicate is not None,
             smaller_world=group.gatherer.smaller_world is not None,
+            words_wait=group.axis.comm.streams is None,
         )
 
     def specs(self) -> tuple[GroupSpec, ...]:
