@@ -463,7 +463,7 @@ def test_each_rank_joins_once_all_can_meet_and_while_all_is_well_a_look_is_one_c
         assert written.count(LINE) >= 4 * 10
 
     job = Watched(part, sleeps, partial(sleeps, until_s=30.0))
-    job.live((lifecycle, "_set_hooks", lambda: joined.append((dist.get_rank(), clock.monotonic()))))
+    job.live((lifecycle, "_hook_exceptions", lambda: joined.append((dist.get_rank(), clock.monotonic()))))
     assert sorted(rank for rank, _ in joined) == [0, 1, 2] and max(when_s for _, when_s in joined) < 1.17
     assert calls[1] - calls[0] <= 10 * 4 * (3 + 2)  # rank 0 looks for late ranks and lines, too
 

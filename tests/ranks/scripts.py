@@ -126,6 +126,7 @@ def _main(
         code, error = 1, raised
     at_s = time.monotonic()
     if error is not None:
+        sys.last_value = error  # as Python does
         sys.excepthook(type(error), error, error.__traceback__)
     atexit._run_exitfuncs()
     if dist.is_initialized():

@@ -59,7 +59,7 @@ CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
     "lines that the import loads": Ceiling(13_867, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_224, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
+    "lines loaded after ten steps": Ceiling(17_225, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_110, 1_800, f"{_PLANNED}; {_AHEAD}"),
@@ -67,13 +67,13 @@ CEILINGS = {
         12_076, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
     ),
     "code lines of src": Ceiling(
-        40_209,
+        40_210,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
         f"{_MESHES}",
     ),
     "code lines of tests": Ceiling(
-        48_019,
+        48_026,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700, vLLM 90; the simulated device: 180; shared sequences: 540",

@@ -176,9 +176,16 @@ def raises_before(rank, world):
     built()
 
 
-@pytest.mark.parametrize(("script", "error"), [(killed_before, "RankLost"), (raises_before, "RankFailed")])
-def test_a_rank_that_ends_before_its_first_fully_shard_is_named_at_once(script, error):
+def ends_its_group_as_it_raises(rank, world):
+    try:
+        raises_before(rank, world)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("script", [killed_before, raises_before, ends_its_group_as_it_raises])
+def test_a_rank_that_ends_before_its_first_fully_shard_is_named_at_once(script):
     other, _ = run_scripts(2, script)
-    assert other.error == error, other
+    assert other.error == ("RankLost" if script is killed_before else "RankFailed"), other
     assert "rank 1" in other.text
     assert other.took_s < IN_TIME_S

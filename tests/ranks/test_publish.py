@@ -554,6 +554,7 @@ def test_staging_is_this_ranks_shards_once_and_explain_says_so(rank):
         for version in range(1, 4):
             publisher.send()
             receiver.wait(version)
+            dist.barrier()  # else receivers of this one wait for all ranks to send the next
             change(model)
         assert not shardwright.explain(copy.deepcopy(model)).published
         (says,) = shardwright.explain(model).published

@@ -27,7 +27,7 @@ from shardwright.torch_private import when_default_group_changes
 from shardwright.transport.attempt import this_attempt
 from shardwright.transport.jobstore import hasty, job_store
 from shardwright.transport.mesh import timeout_of
-from shardwright.transport.process import process_is_ours, process_state
+from shardwright.transport.process import came, process_is_ours, process_state
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,10 @@ def keep_watch() -> None:
     _end()
     if group is None or not wanted:
         return
-    _lifecycle.watch = Watch(policy, dist.get_rank(), this_attempt(), job_store(), _set_hooks)
+    _lifecycle.watch = Watch(policy, dist.get_rank(), this_attempt(), job_store(), _hook_exceptions)
     _lifecycle.group, _lifecycle.pid = ref(group), os.getpid()
     _lifecycle.watch.start()
+    atexit.register(_leave_at_exit)
     _warn_of_limit(policy)
 
 
@@ -110,7 +111,7 @@ def _group_changed() -> None:
     if dist.group.WORLD is not None:
         keep_watch()
         return
-    leave()
+    leave(sys.exc_info()[1])  # of a script that ends its group in `finally`
     process_state.destroyed_ns = 1e9 * clock.time()
     process_state.end_store()
 
@@ -134,6 +135,8 @@ def leave(error: BaseException | None = None) -> None:
     if watch is None or os.getpid() != _lifecycle.pid:  # a forked child inherits the hooks
         return
     with suppress(RuntimeError), hasty(_STORE_S):  # the store may have gone first
+        if error is not None and not watch.is_deaf:  # it may raise as it begins
+            came(lambda: watch.reach.has_met, _STORE_S, 0.01, 0.05)
         watch.look()  # who was told first has ended, and broke what this one waited in: no fault of its own
         exchange = watch.exchange
         if process_state.diagnosis is not None:
@@ -151,7 +154,7 @@ def leave(error: BaseException | None = None) -> None:
 def _end() -> None:
     if _lifecycle.watch is not None:
         _lifecycle.watch.stop()
-        atexit.unregister(leave)
+        atexit.unregister(_leave_at_exit)
         if sys.excepthook is _told:
             sys.excepthook, _lifecycle.is_hooked = _lifecycle.hook, False
     _lifecycle.watch, _lifecycle.group = None, lambda: None
@@ -170,15 +173,14 @@ def _raised_in(error: BaseException | None) -> str:
     return line
 
 
-def _set_hooks() -> None:
-    """The watch calls it once it has met the others: later than torch sets hooks of its own."""
-    atexit.unregister(leave)
-    atexit.register(leave)
-    _hook_exceptions()
+def _leave_at_exit() -> None:
+    # Python keeps there what nobody has caught: raised before our hook was set, or while torch set its own.
+    leave(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
 
 
 def _hook_exceptions() -> None:
-    """Once, until it is taken back: a hook of the script's own, which calls ours, would be called by it."""
+    """Once, until it is taken back: a hook of the script's own, which calls ours, would be called by it. The
+    watch calls this once it has met the others: later than torch sets a hook of its own."""
     if not _lifecycle.is_hooked and (found := sys.excepthook) is not _told:  # asked once: of two threads
         _lifecycle.hook, sys.excepthook, _lifecycle.is_hooked = found, _told, True
 

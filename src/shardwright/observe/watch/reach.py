@@ -47,6 +47,7 @@ class Reach:
         self.world = dist.get_world_size()
         self._rank, self._attempt, self._store, self._own = rank, attempt, store, own
         self._exchange: StatusExchange | None = None
+        self._default = default_store()  # a script may destroy the process group before the ranks have met
         self._peers = Datagrams(rank, "", own)
 
     @property
@@ -78,11 +79,9 @@ class Reach:
         until that is known."""
         self._attempt.meet()
         if self._exchange is None:
-            # A script may destroy the process group before the ranks have met.
-            if not (self._attempt.token and dist.is_initialized()):
+            if not (token := self._attempt.token):
                 return False
-            token = self._attempt.token
-            exchange = open_exchange(default_store(), self.world, token, self._store.bottom())
+            exchange = open_exchange(self._default, self.world, token, self._store.bottom())
             self._peers.close()
             self._peers = Datagrams(self._rank, token, self._own)
             exchange.register(self._rank, self._peers.place)
