@@ -115,7 +115,12 @@ class Stream:
         device.streams.append(self)
 
     def put(self, item: Any) -> None:
-        """Queue a call without arguments, events to wait for, or a part of a meeting."""
+        """Queue a call without arguments, events to wait for, or a part of a meeting. The host waits while
+        the queue is full, as that of a card is at some 1,000."""
+        if len(self.items) >= self.device.world.depth and self is not self.device.janitor:
+            place = Event(self)
+            place.number -= self.device.world.depth - 1
+            self.device.world.wait_for(place)
         self.items.append(item)
         self.launched_ms.append(self.device.launch_ms())
         self.queued += 1
@@ -451,6 +456,7 @@ class World:
         self.now_s = 0.0
         """Simulated time: each operation takes a millisecond, whatever runs beside it."""
         self.pace = self.random.choice((0.0, 0.2, 1.0, 3.0))  # kernels run for each that is launched
+        self.depth = random.Random(f"depth {seed}").choice((10**6, 10**6, 64, 4))  # of a stream's queue
         self.candidates: dict[Stream, None] = {}
         """Streams that may be ready."""
         self.devices = [Device(self, rank) for rank in range(size)]

@@ -16,7 +16,7 @@ COPIES_MS = 3.0
 ON_DEMAND = {"depth": 0, "backward_prefetch": "none", "forward_prefetch": False, "max_reductions": 1}
 
 
-def exposed_ms(rank, world, policy, durations, seed):
+def exposed_ms(rank, world, policy, durations, seed, depth=10**6):
     """Of steps after the first two, in which compute has nothing to do but to wait; on rank 0."""
     found = []
 
@@ -36,7 +36,7 @@ def exposed_ms(rank, world, policy, durations, seed):
         return []
 
     job = Job("plain", seed, function=steps)
-    job.world.durations = durations
+    job.world.durations, job.world.depth = durations, depth
     job.run(2)
     return found
 
@@ -47,6 +47,13 @@ def test_a_step_waits_for_three_collectives_and_for_all_where_nothing_is_launche
         for seed in range(2):
             [found] = run_ranks(1, exposed_ms, policy, Durations(collective_ms=collective_ms), seed)
             assert found == [pytest.approx(num_waited * collective_ms + COPIES_MS / 2, abs=COPIES_MS / 2)] * 2
+
+
+def test_a_host_that_waits_for_room_in_its_queues_lets_a_step_wait_for_nothing_more():
+    for policy in ({}, ON_DEMAND):
+        [[full, _]] = run_ranks(1, exposed_ms, policy, Durations(), 0, 4)
+        [[free, _]] = run_ranks(1, exposed_ms, policy, Durations(), 0)
+        assert 0 < full <= free
 
 
 def test_a_host_that_is_behind_its_device_lets_collectives_end_in_time():
@@ -72,7 +79,7 @@ def step_ms(rank, world, durations, reads):
         return []
 
     job = Job("plain", 0, function=steps)
-    job.world.durations = durations
+    job.world.durations, job.world.depth = durations, 10**6
     job.run(2)
     return (seen_ms[1] - seen_ms[0]) / 8
 

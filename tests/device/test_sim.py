@@ -145,6 +145,31 @@ def test_ranks_that_wait_for_a_collective_which_one_never_launches_are_stuck():
         results(program, size=2)
 
 
+@pytest.mark.parametrize("depth", [4, 64])
+def test_hosts_whose_queues_are_full_wait_so_that_collectives_in_two_orders_never_end(depth):
+    def run(rank):
+        device = world.devices[rank]
+        with resizing(world), Kernels(device):
+            for name in ("a", "b") if rank else ("b", "a"):
+                with Stream(device):  # none of the two waits for the other
+                    y = torch.ones(2)
+                    group = Communicator(device, [0, 1], name)
+                    group.all_gather_single_coalesced([y], [y[rank : rank + 1]]).wait()
+                    for _ in range(10):
+                        y.add_(1)
+            queued_ms = device.host_ms
+            device.synchronize()
+        return queued_ms
+
+    world = World(2, 0)
+    world.depth, world.pace = depth, 0.0
+    if depth < 10:
+        with pytest.raises(Stuck):
+            world.run(run)
+    else:
+        assert world.run(run) == [0.0, 0.0]  # all is queued before anything has ended
+
+
 def on_host(device, pinned):
     tensor = torch.zeros(2) + 1
     put_on_host(device, tensor, pinned)

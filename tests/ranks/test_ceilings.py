@@ -67,16 +67,17 @@ CEILINGS = {
         12_076, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
     ),
     "code lines of src": Ceiling(
-        40_210,
+        40_215,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
         f"{_MESHES}",
     ),
     "code lines of tests": Ceiling(
-        48_026,
+        48_280,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
-        "published weights: 700, vLLM 90; the simulated device: 180; shared sequences: 540",
+        "published weights: 700, vLLM 90; the simulated device: 200; shared sequences: 540; "
+        "every mesh: 200",
     ),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(21, 20, "which context-parallel forward runs in a thread"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -21,6 +22,8 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    pp: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for gradients that are sharded, on one mesh or several, or plain.
 
@@ -34,6 +37,8 @@ def clip_grad_norm_(
         norm_type: the order of the norm, above 0; ``math.inf`` is one.
         error_if_nonfinite: raise an error if the norm is infinite or NaN, before anything is scaled.
         foreach: as in torch: True or False chooses the implementation, None leaves the choice to torch.
+        pp: the stages of a pipeline (``Mesh.pp``): the norm is that of all, each of which calls it with its
+            own parameters.
 
     Returns:
         The norm before clipping, a plain 0-d tensor in the dtype of the gradients, with the same value on
@@ -71,9 +76,11 @@ def clip_grad_norm_(
         _norm([p.grad for p in members if p.grad is not None], where, norm_type, foreach)
         for where, members in alike.items()
     ]
-    if not norms:
-        return torch.tensor(0.0)
+    norms = norms or [torch.tensor(0.0)]
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if pp is not None:  # stages may have different dtypes
+        of_stages = _of_all_ranks(total.double().to(pp.device_type), pp.get_group())
+        total = torch.linalg.vector_norm(of_stages, norm_type).to(total)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so it can't be clipped "

@@ -1,0 +1,263 @@
+"""Each way to combine replicas, sharding, tensor, sequence, context, expert and pipeline parallelism on 4
+and 8 ranks trains as one process does, in fp64: losses, norms and parameters of three clipped steps."""
+
+from itertools import combinations, product
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import shardwright
+from examples.experts import RoutedExperts
+from shardwright import clip_grad_norm_, context_parallel, fully_shard
+from shardwright.parallel import mean_over_tokens, shift_labels
+from tests.ranks.models import full
+from tests.ranks.pool import run_ranks
+
+TOLERANCE = 1e-12
+VOCAB, LENGTH, WIDTH, HEADS, LAYERS, ROWS = 16, 16, 16, 8, 4, 4
+AXES = ("pp", "replicate", "dp", "cp", "tp")
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, routed):
+        super().__init__()
+        self.attention = Attention()
+        self.mlp = RoutedExperts(8, WIDTH, WIDTH, 2) if routed else FeedForward()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Model(nn.Module):
+    """All of a transformer, or the stage of it that is left of ``blocks``, ``embedding`` and ``head``."""
+
+    def __init__(self, routed):
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleDict({str(n): Block(routed and n % 2 == 1) for n in range(LAYERS)})
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x, position_ids=None):
+        if self.embedding is not None:
+            x = self.embedding(x) + self.places(position_ids)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+    def stage(self, number, count):
+        """Leave the blocks of one stage."""
+        each = LAYERS // count
+        for n in {*range(LAYERS)} - {*range(each * number, each * (number + 1))}:
+            del self.blocks[str(n)]
+        if number:
+            self.embedding = self.places = None
+        if number < count - 1:
+            self.head = None
+        return self
+
+
+def build(routed):
+    torch.manual_seed(3)
+    return Model(routed).double()
+
+
+def tensor_parallel(model, tp, sp):
+    """As users write it: of attention and feed-forward; with ``sp`` sequences are cut between them."""
+    cut = Shard(1) if sp else Replicate()
+    whole = {"input_layouts": cut, "desired_input_layouts": Replicate()}
+    plan = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {
+        "attention": PrepareModuleInput(**whole),
+        "attention.out": RowwiseParallel(output_layouts=cut),
+    }
+    feed_forward = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(output_layouts=cut)}
+    if sp:
+        plan |= {f"norms.{n}": SequenceParallel(use_local_output=True) for n in range(2)}
+    for block in model.blocks.values():
+        routed = isinstance(block.mlp, RoutedExperts)
+        parallelize_module(block, tp, plan | ({} if routed else feed_forward))
+        if sp or not routed:
+            local = PrepareModuleInput(**whole, use_local_output=True)
+            parallelize_module(block, tp, {"mlp": local})
+        if sp and routed:
+            back = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=cut)
+            parallelize_module(block, tp, {"mlp": back})
+    if sp and model.embedding is not None:
+        for name in ("embedding", "places"):
+            parallelize_module(
+                model, tp, {name: RowwiseParallel(input_layouts=Replicate(), output_layouts=cut)}
+            )
+    if sp and model.head is not None:
+        parallelize_module(
+            model, tp, {"head": ColwiseParallel(input_layouts=cut, output_layouts=Replicate())}
+        )
+
+
+def sharded(model, mesh, sp):
+    if mesh.tp is not None:
+        tensor_parallel(model, mesh.tp, sp)
+    if mesh.cp is not None:
+        context_parallel(model, mesh)
+    for block in model.blocks.values():
+        if isinstance(block.mlp, RoutedExperts):
+            if mesh.ep is not None:
+                block.mlp.spread(mesh.ep)
+            fully_shard(block.mlp.experts, mesh=mesh.experts)
+            block.mlp.experts.set_gradient_divide_factor(mesh.loss_group.size())
+        fully_shard(block, mesh=mesh.shard)
+    return fully_shard(model, mesh=mesh.shard)
+
+
+SCHEDULES = [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
+
+
+def pipeline(mesh, routed, sp, make, loss_of):
+    """This rank's stages, and a step of its schedule: tokens, positions and labels -> the loss."""
+    place, size = mesh.pp.get_local_rank(), mesh.pp.size()
+    second = {Schedule1F1B: [], ScheduleZBVZeroBubble: [2 * size - 1 - place]}.get(make, [place + size])
+    numbers = [place, *second]
+    count = size * len(numbers)
+    parts = [sharded(build(routed).stage(number, count), mesh, sp) for number in numbers]
+    length = LENGTH // (mesh.cp.size() if mesh.cp else 1)
+    ids = torch.zeros(1, length, dtype=torch.long)
+    hidden = torch.zeros(
+        1, length // (mesh.tp.size() if sp else 1), WIDTH, dtype=torch.float64, requires_grad=True
+    )
+    logits = torch.zeros(1, length, VOCAB, dtype=torch.float64, requires_grad=True)
+    stages = [
+        PipelineStage(
+            part, number, count, torch.device("cpu"), group=mesh.pp.get_group(),
+            input_args=(ids, ids) if number == 0 else (hidden,),
+            output_args=(logits if number == count - 1 else hidden,),
+        )
+        for part, number in zip(parts, numbers, strict=True)
+    ]  # fmt: skip
+    given = stages if len(stages) > 1 else stages[0]
+    schedule = make(given, n_microbatches=ROWS, loss_fn=loss_of, scale_grads=False)
+
+    def step(tokens, positions, labels):
+        losses = []
+        args = (tokens, positions.expand_as(tokens).contiguous()) if 0 in numbers else ()
+        schedule.step(*args, target=labels if count - 1 in numbers else None, losses=losses)
+        return torch.stack(losses).sum().detach() if count - 1 in numbers else None
+
+    return parts, step
+
+
+def trains(rank, world, sizes, sp, make):
+    mesh = shardwright.mesh(**sizes)
+    routed = "ep" in sizes
+    num_learned = 0
+
+    def loss_of(logits, labels):
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return mean_over_tokens(total, num_learned, mesh)
+
+    if mesh.pp is None:
+        parts = [sharded(build(routed), mesh, sp)]
+
+        def step_of(tokens, positions, labels):
+            loss = loss_of(parts[0](tokens, positions), labels)
+            loss.backward()
+            return loss.detach()
+
+    else:
+        parts, step_of = pipeline(mesh, routed, sp, make, loss_of)
+    reference = build(routed)
+    params = [param for part in parts for param in part.parameters()]
+    ours, theirs = (torch.optim.SGD(each, lr=0.1, momentum=0.9) for each in (params, reference.parameters()))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, VOCAB, (mesh.num_samples, ROWS, LENGTH), generator=generator)
+        learned = torch.rand(tokens.shape, generator=generator) < torch.linspace(0.05, 0.95, LENGTH)
+        positions = torch.arange(LENGTH)[None]
+        labels = torch.stack([shift_labels(t, positions) for t in tokens.masked_fill(~learned, -100)])
+        own = {"x": tokens[mesh.sample_rank], "labels": labels[mesh.sample_rank], "position_ids": positions}
+        part = mesh.split(own)
+        num_learned = (part["labels"] != -100).sum()
+        loss = step_of(part["x"], part["position_ids"], part["labels"])
+        logits = reference(tokens.flatten(0, 1), positions)
+        expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        expected.backward()
+        norm = clip_grad_norm_(params, 0.1, pp=mesh.pp)
+        norm_of_one = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(norm, norm_of_one, atol=TOLERANCE, rtol=0)
+        if loss is not None:
+            torch.testing.assert_close(loss, expected.detach(), atol=TOLERANCE, rtol=0)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = dict(reference.named_parameters())
+        for name, param in (pair for each in parts for pair in each.named_parameters()):
+            torch.testing.assert_close(full(param), whole[name], atol=TOLERANCE, rtol=0)
+
+
+def every_mesh():
+    """(world, sizes, sp, schedule): each subset of the axes, of 2 ranks each, the first of what is left."""
+    turn = 0
+    for world in (4, 8):
+        chosen = [each for n in range(1, world.bit_length()) for each in combinations(AXES, n)]
+        for axes in chosen:
+            sizes = dict.fromkeys(axes, 2) | {axes[0]: world >> (len(axes) - 1)}
+            if sizes.get("pp", 1) > LAYERS:
+                continue
+            shares = sizes.get("dp", 1) * sizes.get("cp", 1) > 1
+            for sp, ep in product([False, True][: 1 + ("tp" in axes)], [{}, {"ep": 2}][: 1 + shares]):
+                make = SCHEDULES[turn % 4] if sizes.get("pp") == 2 else Schedule1F1B
+                turn += "pp" in axes
+                yield world, {"dp": 1} | sizes | ep, sp, make
+
+
+IN_CI = (
+    {"dp": 1, "pp": 2, "cp": 2},
+    {"dp": 2, "tp": 2, "ep": 2},
+    {"dp": 2, "pp": 2, "tp": 2},
+    {"dp": 1, "replicate": 2, "cp": 2, "ep": 2},
+)
+TABLE = [
+    pytest.param(*each, marks=() if each[1] in IN_CI else pytest.mark.exhaustive, id=str(number))
+    for number, each in enumerate(every_mesh())
+]
+
+
+@pytest.mark.parametrize(("world", "sizes", "sp", "make"), TABLE)
+def test_every_mesh_trains_as_one_process(world, sizes, sp, make):
+    run_ranks(world, trains, sizes, sp, make)
