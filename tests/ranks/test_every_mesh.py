@@ -1,6 +1,7 @@
 """Each way to combine replicas, sharding, tensor, sequence, context, expert and pipeline parallelism on 4
 and 8 ranks trains as one process does, in fp64: losses, norms and parameters of three clipped steps."""
 
+import random
 from itertools import combinations, product
 
 import pytest
@@ -27,9 +28,11 @@ from torch.nn import functional as F
 import shardwright
 from examples.experts import RoutedExperts
 from shardwright import clip_grad_norm_, context_parallel, fully_shard
+from shardwright.checkpoint import load, save
+from shardwright.errors import CheckpointError
 from shardwright.parallel import mean_over_tokens, shift_labels
 from tests.ranks.models import full
-from tests.ranks.pool import run_ranks
+from tests.ranks.pool import on_ranks, run_ranks
 
 TOLERANCE = 1e-12
 VOCAB, LENGTH, WIDTH, HEADS, LAYERS, ROWS = 16, 16, 16, 8, 4, 4
@@ -261,3 +264,76 @@ TABLE = [
 @pytest.mark.parametrize(("world", "sizes", "sp", "make"), TABLE)
 def test_every_mesh_trains_as_one_process(world, sizes, sp, make):
     run_ranks(world, trains, sizes, sp, make)
+
+
+# ---- checkpoints
+
+
+def stage_on(sizes, sp):
+    """This rank's part of a model, and its optimizer, on a mesh."""
+    mesh = shardwright.mesh(**sizes)
+    whole = build(routed=True)
+    part = whole if mesh.pp is None else whole.stage(mesh.pp.get_local_rank(), mesh.pp.size())
+    part = sharded(part, mesh, sp)
+    return mesh, part, torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+
+
+def one_step(model, optimizer):
+    for param in model.parameters():
+        param.grad = 2 * param.detach()
+    optimizer.step()
+
+
+def saves(rank, world, folder, sizes, sp):
+    mesh, part, optimizer = stage_on(sizes, sp)
+    one_step(part, optimizer)
+    save(folder, model=part, optimizer=optimizer, extra={"seen": 3}, step=1, pp=mesh.pp)
+
+
+def loads(rank, world, folder, sizes, sp):
+    mesh, part, optimizer = stage_on(sizes, sp)
+    reference = build(routed=True)
+    of_one = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    one_step(reference, of_one)
+    assert load(folder, model=part, optimizer=optimizer, pp=mesh.pp).extra == {"seen": 3}
+    whole = dict(reference.named_parameters())
+    for name, param in part.named_parameters():
+        assert torch.equal(full(param), whole[name])
+        momentum = of_one.state[whole[name]]["momentum_buffer"]
+        assert torch.equal(full(optimizer.state[param]["momentum_buffer"]), momentum)
+
+
+MESHES = [each[:3] for each in every_mesh()] + [(1, {}, False)]
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.exhaustive) for n in range(20)])
+def test_a_checkpoint_of_any_mesh_is_loaded_on_any_other(tmp_path, seed):
+    for (world, *on), do in zip(random.Random(seed).sample(MESHES, 2), (saves, loads), strict=True):
+        run_ranks(world, do, str(tmp_path), *on)
+
+
+def test_a_checkpoint_of_a_pipeline_is_loaded_by_one_process_and_that_ones_by_a_pipeline(tmp_path):
+    run_ranks(4, saves, str(tmp_path / "stages"), {"dp": 2, "pp": 2}, False)
+    run_ranks(1, loads, str(tmp_path / "stages"), {}, False)
+    run_ranks(1, saves, str(tmp_path / "whole"), {}, False)
+    run_ranks(4, loads, str(tmp_path / "whole"), {"dp": 1, "pp": 2, "tp": 2}, False)
+
+
+@on_ranks(2)
+def test_a_pipeline_that_is_saved_or_loaded_wrongly_is_told_how(rank, tmp_path):
+    mesh, part, optimizer = stage_on({"pp": 2}, False)
+    with pytest.raises(CheckpointError, match="absent on rank"):
+        save(tmp_path, model=part, step=1)
+    with pytest.raises(CheckpointError, match="made different calls"):
+        save(tmp_path, model=part, step=1, pp=mesh.pp if rank else None)
+    with pytest.raises(CheckpointError, match="stage 1 of the pipeline has another extra than stage 0"):
+        save(tmp_path, model=part, extra={"seen": rank}, step=1, pp=mesh.pp)
+    optimizer.param_groups[0]["lr"] += rank
+    with pytest.raises(CheckpointError, match="stage 1 of the pipeline has another optimizer than stage 0"):
+        save(tmp_path, model=part, optimizer=optimizer, step=1, pp=mesh.pp)
+    save(tmp_path, model=part, step=1, pp=mesh.pp)
+    with pytest.raises(CheckpointError, match=r"(?s)doesn't fit.*unexpected model/"):
+        load(tmp_path, model=part)
+    del part.blocks["1" if rank == 0 else "2"]
+    with pytest.raises(CheckpointError, match=r"no stage of the pipeline has: model/blocks.1"):
+        load(tmp_path, model=part, pp=mesh.pp)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwright import clock
@@ -104,6 +105,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
+    pp: DeviceMesh | None = None,
 ) -> Restored:
     """Restore a model, and an optimizer, from a checkpoint of any number of ranks. Every rank must call it.
 
@@ -120,6 +122,8 @@ def load(
         optimizer: of the model's parameters; None doesn't load the saved state.
         extra: live objects with ``load_state_dict``, by their keys in the ``extra`` of ``save``; they are
             restored.
+        pp: the stages of a pipeline (``Mesh.pp``): ``model`` and ``optimizer`` are this rank's stage, with
+            the names of the whole model. However many stages there were at the save.
 
     Returns:
         What was restored, with the step and ``extra``.
@@ -144,12 +148,12 @@ def load(
     background.finish()
     path, group = location_of(path), ranks()
     storage_of(path)  # raises here, on every rank, for a URL that can't be used
-    group.arrive(f"load({path})")
+    group.arrive(f"load({path})" if pp is None else f"load({path}), of a pipeline with pp=")
 
     def once() -> Restored:
         locations = group.together(f"loading {path}", lambda: locate(path) if group.rank == 0 else None)
         assert locations[0] is not None
-        return _load(locations[0], model, optimizer, extra, group)
+        return _load(locations[0], model, optimizer, extra, group, pp is not None)
 
     # A save has removed it meanwhile, and there is a newer one; or the disk had a passing error.
     return _retried(once)
@@ -170,17 +174,25 @@ def _load(
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
     group: Ranks,
+    is_stage: bool,
 ) -> Restored:
     found, skipped = located
     what = f"loading {found}"
     prepared: list[tuple[Source, LoadTargets]] = []
 
-    def prepare() -> set[str]:
-        prepared.append(_prepare(found, model, optimizer, extra, group.rank))
-        targets = prepared[0][1].targets.values()
-        return overlapping(target for target in targets if not base_tensor(target.whole).is_meta)
+    def prepare() -> tuple[set[str], set[str]]:
+        prepared.append(_prepare(found, model, optimizer, extra, group.rank, is_stage))
+        todo = prepared[0][1]
+        targets = [each for each in todo.targets.values() if not base_tensor(each.whole).is_meta]
+        return overlapping(targets), todo.unused
 
-    shared = set[str]().union(*group.together(what, prepare))
+    shared, unused = zip(*group.together(what, prepare), strict=True)
+    shared = set[str]().union(*shared)
+    if unused := set.intersection(*unused):
+        raise CheckpointError(
+            f"the checkpoint has what no stage of the pipeline has: {', '.join(sorted(unused)[:20])}; stages "
+            "need the names of the whole model"
+        )
     (source, todo), manifest = prepared[0], prepared[0][0].manifest
     verifier = Verifier(group)
     with Reader(source.folder) as reader:
@@ -260,11 +272,16 @@ def _older(found: Location, step: int) -> str:
 
 
 def _prepare(
-    found: Location, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
+    found: Location,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    rank: int,
+    is_stage: bool,
 ) -> tuple[Source, LoadTargets]:
     named, aliases = model_tensors(model)
     source = open_source(found, {*named, *(alias for names in aliases.values() for alias in names)})
-    return source, matched(source.manifest, model, optimizer, extra, rank)
+    return source, matched(source.manifest, model, optimizer, extra, rank, is_stage=is_stage)
 
 
 def _check(verifier: Verifier, what: str, reader: Reader, todo: LoadTargets) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwright.checkpoint import background
@@ -35,6 +36,9 @@ from shardwright.errors import CheckpointError, warn
 from shardwright.transport.process import span
 from shardwright.transport.streams import wait_for_stream
 
+Told = tuple[dict[str, TensorEntry], dict[str, Any]]
+"""See ``Snapshot.told``."""
+
 
 @span("save")
 def save(
@@ -45,6 +49,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     step: int,
     keep: int | Keep | None = None,
+    pp: DeviceMesh | None = None,
 ) -> Location:
     """Save the state of training as ``path/step-000123``. Every rank must call it, between steps.
 
@@ -62,6 +67,8 @@ def save(
             all ranks.
         step: number of optimizer steps done, 0 or more; names the folder.
         keep: how many of the newest checkpoints to keep (or a ``Keep``); None keeps all.
+        pp: the stages of a pipeline (``Mesh.pp``): ``model`` and ``optimizer`` are this rank's stage, with
+            the names of the whole model, which is what is saved.
 
     Returns:
         The folder of this checkpoint.
@@ -80,8 +87,8 @@ def save(
         'run/step-000100'
     """
     asked = _Save(path, model, step, keep)
-    asked.group.arrive(f"save(step={step})")
-    return asked.run(_snapshot(asked.group.rank, model, optimizer, extra))
+    asked.arrive(f"save(step={step})", pp)
+    return asked.run(_snapshot(asked.group.rank, asked.first, model, optimizer, extra))
 
 
 @span("save")
@@ -93,6 +100,7 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     step: int,
     keep: int | Keep | None = None,
+    pp: DeviceMesh | None = None,
 ) -> background.Pending:
     """``save`` in the background: it returns as soon as the state is copied to the host. Every rank must call
     it.
@@ -109,6 +117,7 @@ def async_save(
         extra: as ``save``.
         step: as ``save``.
         keep: as ``save``.
+        pp: as ``save``.
 
     Returns:
         An object whose ``wait()`` returns the checkpoint's folder when it is on the disk, or raises the error
@@ -128,8 +137,8 @@ def async_save(
         'run/step-000001'
     """
     asked = _Save(path, model, step, keep)
-    asked.group.arrive(f"async_save(step={step})")
-    snapshot = staged(_snapshot(asked.group.rank, model, optimizer, extra))
+    asked.arrive(f"async_save(step={step})", pp)
+    snapshot = staged(_snapshot(asked.group.rank, asked.first, model, optimizer, extra))
     return background.start(lambda pace: asked.run(snapshot, pace))
 
 
@@ -150,6 +159,14 @@ class Snapshot:
     fault: str = ""
     crcs: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
+    def told(self) -> Told:
+        """What rank 0 is to know of it: its tensors, no pieces yet, and the small state."""
+        none, aliases = (), self.aliases
+        return {
+            key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], none, aliases.get(key, ()), p.sharded)
+            for key, p in self.parts.items()
+        }, dict(self.state)
+
     def described(self) -> dict[str, str]:
         """What must be equal on all ranks, as text by key."""
         tensors = {k: f"{p.local.dtype} {list(p.shape)}" for k, p in self.parts.items()}
@@ -167,13 +184,14 @@ class Snapshot:
 
 
 def _snapshot(
-    rank: int, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
+    rank: int, first: int, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
 ) -> Snapshot:
-    """This rank's parts of the live state, and its random state; references, no copies."""
+    """This rank's parts of the live state, and its random state; references, no copies. first: the rank that
+    writes what is equal on all."""
     rng_tensors: Tensors = {}
     try:
         live = collect(model, optimizer, extra)
-        parts = {key: part_of(key, tensor, rank) for key, tensor in live.tensors.items()}
+        parts = {key: part_of(key, tensor, rank - first) for key, tensor in live.tensors.items()}
         rng = encode(rng_state(), f"rng/{rank}", rng_tensors)
         rng_parts = {key: part_of(key, tensor, 0) for key, tensor in rng_tensors.items()}
     except CheckpointError as error:
@@ -218,7 +236,19 @@ class _Save:
         self.step = whole_number(step, "step", "the number of optimizer steps done, 0 or more", 0)
         self.keep = keep_of(keep)
         self.group = ranks()
+        self.stages = [0] * self.group.world
         self._writer: Writer | None = None  # of rank 0
+
+    def arrive(self, call: str, pp: DeviceMesh | None) -> None:
+        """All ranks have come; of a pipeline's, which stage each has is known."""
+        self.group.arrive(call if pp is None else f"{call}, of a pipeline with pp=")
+        if pp is not None:
+            self.stages = self.group.together(call, pp.get_local_rank)
+
+    @property
+    def first(self) -> int:
+        """The first rank of this one's stage."""
+        return self.stages.index(self.stages[self.group.rank])
 
     def run(self, snapshot: Snapshot, pace: background.Pace | None = None) -> Location:
         """Every rank writes its pieces, rank 0 publishes. pace: of a save in the background."""
@@ -228,12 +258,22 @@ class _Save:
             begun = group.together(what, lambda: self._begin(stack, snapshot.fault, hash_of(described)))
             attempt: Any = begun[0][0]
             stack.callback(self.storage.discard, attempt)
-            if len({fingerprint for _, fingerprint in begun}) > 1:
+            prints = [fingerprint for _, fingerprint in begun]
+            if len({*zip(self.stages, prints, strict=True)}) > len({*self.stages}):
                 empty = {k for k, part in snapshot.parts.items() if part.sharded and not part.local.numel()}
-                _raise_difference(what, group.together(what, lambda: (described, empty)))
+                compared = group.together(what, lambda: (described, empty))
+                for stage in sorted({*self.stages}):
+                    ranks_of = [rank for rank, each in enumerate(self.stages) if each == stage]
+                    if len({prints[rank] for rank in ranks_of}) > 1:
+                        _raise_difference(what, {rank: compared[rank] for rank in ranks_of})
+            told = [snapshot.told()]
+            if any(self.stages):
+                is_first = group.rank == self.first
+                of_ranks = group.together(what, lambda: told[0] if is_first else ({}, {}))
+                told = [of_ranks[self.stages.index(stage)] for stage in sorted({*self.stages})]
             written = group.together(what, lambda: self._write_pieces(snapshot, attempt, pace))
             diverged = _diverged(written)
-            group.together(what, lambda: self._publish(snapshot, written, [*diverged]))
+            group.together(what, lambda: self._publish(told, written, [*diverged]))
             with contextlib.suppress(OSError):  # it is published; a copy is fetched where it is needed
                 self.storage.keep(attempt, self.storage.scratch(attempt) / written[group.rank].file)
         if diverged and group.rank == 0:
@@ -280,11 +320,11 @@ class _Save:
         entries = {k: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[k])) for k, p in rng}
         return Written(file.name, nbytes, pieces, copies, snapshot.rng, entries)
 
-    def _publish(self, snapshot: Snapshot, written: Sequence[Written], diverged: list[str]) -> None:
+    def _publish(self, told: Sequence[Told], written: Sequence[Written], diverged: list[str]) -> None:
         if self._writer is None:  # not on rank 0
             return
         line = self._writer.line
-        manifest = _merge(snapshot, written, self.step, {"diverged": diverged, "line": line.state()})
+        manifest = _merge(told, written, self.step, {"diverged": diverged, "line": line.state()})
         prove(manifest)
         self._writer.publish(dumps(manifest))
         if self.keep:
@@ -297,21 +337,22 @@ def hash_of(described: Mapping[str, str]) -> int:
     return crc32("\n".join(f"{k}={v}" for k, v in sorted(described.items())).encode(errors="surrogatepass"))
 
 
-def _raise_difference(what: str, compared: Sequence[tuple[Mapping[str, str], set[str]]]) -> None:
-    """Name what differs. A rank that holds nothing of a tensor can't know of which subclass the others' parts
-    are: what it says of that doesn't count."""
+def _raise_difference(what: str, compared: Mapping[int, tuple[Mapping[str, str], set[str]]]) -> None:
+    """Name what differs, by rank. A rank that holds nothing of a tensor can't know of which subclass the
+    others' parts are: what it says of that doesn't count."""
     lines = []
-    for key in sorted({key for described, _ in compared for key in described}):
-        texts = [described.get(key, "absent") for described, _ in compared]
+    own = min(compared)
+    for key in sorted({key for described, _ in compared.values() for key in described}):
+        texts = {rank: described.get(key, "absent") for rank, (described, _) in compared.items()}
         others = [
             rank
-            for rank, (_, empty) in enumerate(compared)
-            if texts[rank] != texts[0] and not {key, key.rpartition(".")[0]} & empty
+            for rank, (_, empty) in compared.items()
+            if texts[rank] != texts[own] and not {key, key.rpartition(".")[0]} & empty
         ]
         if others:
-            first, other = _shortened(texts[0], texts[others[0]])
+            first, other = _shortened(texts[own], texts[others[0]])
             more = " (and others)" if others[1:] else ""
-            lines.append(f"{key}: {first} on rank 0, {other} on rank {others[0]}{more}")
+            lines.append(f"{key}: {first} on rank {own}, {other} on rank {others[0]}{more}")
     if not lines:
         return
     raise CheckpointError(
@@ -366,19 +407,39 @@ def _pieces(key: str, written: Sequence[Written]) -> tuple[Piece, ...]:
     return tuple(sorted(found.values(), key=lambda p: p.offset))
 
 
-def _merge(snapshot: Snapshot, written: Sequence[Written], step: int, about: Mapping[str, Any]) -> Manifest:
+def _merge(told: Sequence[Told], written: Sequence[Written], step: int, about: Mapping[str, Any]) -> Manifest:
     tensors = {
-        key: TensorEntry(
-            part.shape,
-            DTYPE_NAME[part.local.dtype],
-            _pieces(key, written),
-            snapshot.aliases.get(key, ()),
-            part.sharded,
-        )
-        for key, part in snapshot.parts.items()
+        key: replace(entry, pieces=_pieces(key, written)) for found, _ in told for key, entry in found.items()
     }
     for w in written:
         tensors.update(w.rng_entries)
-    state = {**snapshot.state, "rng": [w.rng for w in written], **about}
+    state = {**_of_all_stages([state for _, state in told]), "rng": [w.rng for w in written], **about}
     by = {"torch": torch.__version__, "python": platform.python_version(), "num_writers": len(written)}
     return Manifest(step, tensors, {w.file: w.nbytes for w in written}, state, by)
+
+
+def _of_all_stages(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The small state of a whole model. Raises: CheckpointError where stages differ in what all have."""
+
+    def same(state: dict[str, Any]) -> dict[str, Any]:
+        optimizer = state.get("optimizer", {})
+        groups = [{**group, "params": []} for group in optimizer.get("groups", ())]
+        return {**state, "model": {}, "optimizer": [optimizer.get("kind"), groups]}
+
+    first = same(states[0])
+    for stage, state in enumerate(states):
+        if differs := sorted(k for k in {*first, *state} if first.get(k) != same(state).get(k)):
+            raise CheckpointError(
+                f"stage {stage} of the pipeline has another {' and '.join(differs)} than stage 0; give all "
+                "the same extra, the same kind of optimizer, and groups with the same options"
+            )
+    whole = {**states[0], "model": {name: value for each in states for name, value in each["model"].items()}}
+    if "optimizer" in whole:
+        optimizers = [state["optimizer"] for state in states]
+        groups = [
+            {**group[0], "params": [name for each in group for name in each["params"]]}
+            for group in zip(*(each["groups"] for each in optimizers), strict=True)
+        ]
+        state = {name: value for each in optimizers for name, value in each["state"].items()}
+        whole["optimizer"] = {**optimizers[0], "groups": groups, "state": state}
+    return whole

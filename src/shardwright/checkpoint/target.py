@@ -97,10 +97,15 @@ class LoadTargets:
     ``targets`` are filled, ``small`` tensors read whole. ``held``: what is in each parameter and buffer, by
     the checkpoint's names. ``groups``: of which saved group each of the optimizer's takes what it has.
     ``replaced``: keys of what is on the meta device. ``wholes``: what is filled by what it is made of.
+    ``unused``: of a pipeline's stage, keys of what it hasn't; in any other model that is a problem.
     """
 
-    def __init__(self, manifest: Manifest, model: nn.Module, optimizer: Any, extra: Any) -> None:
+    def __init__(
+        self, manifest: Manifest, model: nn.Module, optimizer: Any, extra: Any, is_stage: bool
+    ) -> None:
         self.manifest = manifest
+        self.is_stage = is_stage
+        self.unused: set[str] = set()
         self.model = model
         self.optimizer = optimizer
         self.extra = extra or {}
@@ -156,8 +161,11 @@ class LoadTargets:
             self.add(f"model/{name}", value, stored[0])
             if value.is_meta:
                 self.replaced[base] = f"model/{name}"
-        unused = sorted(set(stored_of.values()) - used)
-        self.problems += [f"unexpected {key}: {list(self.manifest.tensors[key].shape)}" for key in unused]
+        unused = set(stored_of.values()) - used
+        if self.is_stage:
+            self.unused, unused = unused, set()
+        tensors = self.manifest.tensors
+        self.problems += [f"unexpected {key}: {list(tensors[key].shape)}" for key in sorted(unused)]
         self.problems += [
             f"buffer {name} is on the meta device and not persistent: no checkpoint has it; "
             "initialise it before load"
@@ -191,7 +199,8 @@ class LoadTargets:
         for i, group in enumerate(optimizer.param_groups):
             foreign = ("a parameter that is not the model's",)
             names = {name for p in group["params"] for name in self.held.get(id(p), foreign)}
-            fits = [j for j, g in enumerate(saved["groups"]) if set(g["params"]) == names]
+            params = [{*g["params"]} for g in saved["groups"]]
+            fits = [j for j, each in enumerate(params) if each == names or (self.is_stage and names <= each)]
             if not fits:
                 self.problems.append(
                     f"optimizer group {i} has other parameters than any saved one: {_other(names, saved)}"
@@ -339,14 +348,16 @@ def matched(
     extra: Mapping[str, Any] | None,
     rank: int,
     left_out: Collection[str] = (),
+    is_stage: bool = False,
 ) -> LoadTargets:
     """Match a checkpoint with the live state. Local; nothing is changed.
 
-    left_out: names of the model's tensors that are not to be loaded, and may be missing.
+    left_out: names of the model's tensors that are not to be loaded, and may be missing. is_stage: the model
+    is a pipeline's stage, and other stages have what it hasn't.
     Raises:
         CheckpointError: listing everything that doesn't fit.
     """
-    todo = LoadTargets(manifest, model, optimizer, extra)
+    todo = LoadTargets(manifest, model, optimizer, extra, is_stage)
     todo.match_model(left_out)
     if optimizer is not None:
         todo.match_optimizer()
