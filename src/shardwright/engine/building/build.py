@@ -168,6 +168,18 @@ class ShardPlacementResult:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """A module's attribute ``sharded_apart``: its parameters are sharded over another mesh than that of the
+    call, and gradients are the mean over so many ranks. Experts have it, whose tokens are of more ranks."""
+
+    mesh: DeviceMesh
+    num_averaged: int
+
+    def __deepcopy__(self, memo: Any) -> "Apart":
+        return self  # process groups aren't copied
+
+
+@dataclass(frozen=True)
 class GroupOptions:
     """What ``fully_shard`` was told of the group. ``flat``: its parameters lie in a ``FlatParam``.
     ``over_all``: both axes of the mesh shard, and shards over a node are kept from forward to backward."""
@@ -374,6 +386,9 @@ def _split(
         info = wanted.mesh_info
         axis = resolve(info if isinstance(info, DeviceMesh) else getattr(info, "mesh", info))
         wanted = wanted.placement
+        apart = None
+    elif (apart := getattr(sites[0].module, "sharded_apart", None)) is not None:
+        axis = resolve(apart.mesh)
     ndim = param.ndim
     dim = 0 if wanted is None else wanted.dim
     if ndim and not -ndim <= dim < ndim:
@@ -395,7 +410,8 @@ def _split(
     # Kernels of batch norms take weights of the dtype of their running statistics, which aren't cast.
     normalizes = any(getattr(site.module, "running_mean", None) is not None for site in sites)
     keeps_dtype = options.precision.keeps_dtype(fqn, param) or normalizes
-    return Split(axis, dim % ndim if ndim else None, options.offload, options.dims, keeps_dtype)
+    num_averaged = apart and apart.num_averaged
+    return Split(axis, dim % ndim if ndim else None, options.offload, options.dims, keeps_dtype, num_averaged)
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

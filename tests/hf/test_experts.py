@@ -1,0 +1,104 @@
+"""Experts of transformers' models over ranks: losses, norms and parameters are those of one process."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+import shardwright
+from shardwright import checkpoint, clip_grad_norm_, context_parallel, expert_parallel, fully_shard
+from shardwright.parallel import mean_over_tokens, shift_labels, tokens_per_expert
+from tests.hf.models import EXPERTS, SIZES
+from tests.ranks.models import Run, both_step
+from tests.ranks.pool import run_ranks
+
+LENGTH = 8
+CONFIGS = {
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, layer_types=["full_attention"] * 2
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, n_group=2,
+        num_experts_per_tok=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_local_experts=4,
+    ),
+}  # fmt: skip
+
+
+def build(kind, implementation="eager"):
+    torch.manual_seed(3)
+    attention = "eager" if kind == "gpt_oss" else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation=attention)
+    model.set_experts_implementation(implementation)
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            nn.init.normal_(buffer)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape) * 0.05)
+    return model.double()
+
+
+def sum_of(model, input_ids, labels, position_ids):
+    logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def prepared(kind, sizes, implementation="eager"):
+    model = build(kind, implementation)
+    mesh = shardwright.mesh(**sizes, model=model)
+    expert_parallel(context_parallel(model, mesh), mesh)
+    fully_shard(model, mesh=mesh.shard, groups="auto")
+    return model, mesh
+
+
+def train_beside(ours, theirs, mesh, steps, one_token):
+    """Steps beside one process that sees all samples; ``one_token``: each sample is of one token repeated."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(3, 96, (mesh.num_samples, LENGTH), generator=generator)
+        if one_token:
+            tokens[:] = tokens[0, 0]
+        whole = {"input_ids": tokens, "labels": shift_labels(tokens)}
+        whole["position_ids"] = torch.arange(LENGTH)[None]
+        mine = {"input_ids": tokens[mesh.sample_rank, None], "labels": whole["labels"][mesh.sample_rank, None]}
+        part = mesh.split(mine)
+        total = sum_of(ours.model, **part)
+        loss = mean_over_tokens(total, (part["labels"] != -100).sum(), mesh)
+        loss.backward()
+        expected = sum_of(theirs.model, **whole) / (whole["labels"] != -100).sum()
+        expected.backward()
+        torch.testing.assert_close(loss, expected, atol=1e-12, rtol=0)
+        norms = [clip_grad_norm_(ours.model.parameters(), 0.1)]
+        norms.append(nn.utils.clip_grad_norm_(theirs.model.parameters(), 0.1))
+        assert norms[1] > 0.1
+        torch.testing.assert_close(*norms, atol=1e-12, rtol=0)
+        both_step(ours, theirs, 1e-12)
+
+
+def trains(rank, world, kind, sizes, one_token, recomputed, implementation):
+    model, mesh = prepared(kind, sizes, implementation)
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ours, theirs = Run.of(model), Run.of(build(kind, implementation))
+    train_beside(ours, theirs, mesh, range(3), one_token)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "sizes", "one_token", "recomputed", "implementation"),
+    [
+        ("mixtral", 2, {"ep": 2}, False, False, "eager"),
+    ],
+    ids=str,
+)
+def test_models_with_experts_over_ranks_train_as_in_one_process(
+    kind, world, sizes, one_token, recomputed, implementation
+):
+    run_ranks(world, trains, kind, sizes, one_token, recomputed, implementation)
