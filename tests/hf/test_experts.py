@@ -12,8 +12,18 @@ from torch.nn import functional as F
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 import shardwright
-from shardwright import checkpoint, clip_grad_norm_, context_parallel, expert_parallel, fully_shard
+import shardwright.hf
+from shardwright import (
+    checkpoint,
+    clip_grad_norm_,
+    context_parallel,
+    expert_parallel,
+    full_state_dict,
+    fully_shard,
+)
+from shardwright.errors import InputError
 from shardwright.parallel import mean_over_tokens, shift_labels, tokens_per_expert
+from tests.hf import models
 from tests.hf.models import EXPERTS, SIZES
 from tests.ranks.models import Run, both_step
 from tests.ranks.pool import run_ranks
@@ -116,3 +126,69 @@ def test_models_with_experts_over_ranks_train_as_in_one_process(
     kind, world, sizes, one_token, recomputed, implementation
 ):
     run_ranks(world, trains, kind, sizes, one_token, recomputed, implementation)
+
+
+def saves(rank, world, folder, sizes, steps, loads):
+    """Trains some steps beside one process, from a checkpoint or the beginning, and saves both."""
+    model, mesh = prepared("mixtral", sizes)
+    ours, theirs = Run.of(model), Run.of(build("mixtral"))
+    if loads:
+        checkpoint.load(folder / loads, model=model, optimizer=ours.optimizer)
+        whole = torch.load(folder / f"{loads}.pt")
+        theirs.model.load_state_dict(whole[0])
+        theirs.optimizer.load_state_dict(whole[1])
+    train_beside(ours, theirs, mesh, steps, one_token=False)
+    checkpoint.save(folder / str(steps[0]), model=model, optimizer=ours.optimizer, step=0)
+    weights, expected = full_state_dict(model), theirs.model.state_dict()
+    if rank == 0:
+        torch.save([expected, theirs.optimizer.state_dict()], folder / f"{steps[0]}.pt")
+        assert weights.keys() == expected.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name], atol=1e-12, rtol=0)
+
+
+def test_checkpoints_and_whole_state_dicts_have_all_experts_however_many_ranks_share_them(tmp_path):
+    run_ranks(2, saves, tmp_path, {"ep": 2}, range(1), None)
+    run_ranks(2, saves, tmp_path, {"ep": 1}, range(1, 2), "0")
+    run_ranks(4, saves, tmp_path, {"ep": 2}, range(2, 3), "1")
+
+
+def reads(rank, world, folder):
+    mesh = shardwright.mesh(ep=2)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(models.config("qwen3_moe"))
+    shardwright.hf.shard(expert_parallel(model, mesh), mesh=mesh.shard)
+    shardwright.hf.read_weights(model, folder)
+    ids, expected = models.tokens(rank), models.whole(folder)
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-5, rtol=0)
+    counts = tokens_per_expert(model, mesh)
+    routed = [expected(models.tokens(each), output_router_logits=True).router_logits for each in range(world)]
+    for layer, found in enumerate(counts.values()):
+        chosen = torch.stack([of[layer].topk(2).indices for of in routed])
+        assert found.tolist() == chosen.flatten().bincount(minlength=4).tolist()
+    assert [*counts] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+
+
+def test_each_rank_reads_its_experts_from_files_into_a_model_on_the_meta_device_and_tokens_are_counted(
+    tmp_path,
+):
+    models.write("qwen3_moe", tmp_path)
+    run_ranks(2, reads, tmp_path)
+
+
+def refuses(rank, world):
+    mesh = shardwright.mesh(ep=2)
+    with pytest.raises(InputError, match="LlamaForCausalLM has no module whose forward takes hidden_states"):
+        expert_parallel(transformers.AutoModelForCausalLM.from_config(models.config("llama")), mesh)
+    three = transformers.AutoModelForCausalLM.from_config(models.config("mixtral"))
+    with pytest.raises(InputError, match="ep=2 doesn't divide the 3 experts of model.layers.0.mlp.experts"):
+        expert_parallel(three, mesh)
+    model = expert_parallel(build("mixtral"), mesh)
+    with pytest.raises(InputError, match="is expert-parallel already"):
+        expert_parallel(model, mesh)
+    with pytest.raises(InputError, match="is sharded already; call expert_parallel before fully_shard"):
+        expert_parallel(fully_shard(build("mixtral")), mesh)
+
+
+def test_experts_that_can_not_be_distributed_are_refused():
+    run_ranks(2, refuses)
