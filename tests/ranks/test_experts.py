@@ -66,8 +66,9 @@ def trains(rank, world, shape, api, agreement):
     getattr(model, "module", model).set_schedule_policy(SchedulePolicy(agreement=agreement))
     train_beside(Run.of(model), Run.of(reference), rank, world)
     # In steps 1 and 3 all tokens are for the ranks that have the first two experts.
-    sent = world * texts(0, 1).numel()
-    assert [load.tolist() for load in tokens_per_expert(model, mesh).values()] == [[sent, sent, 0, 0, 0, 0]] * 2
+    sent = texts(0, world).numel()
+    loads = [load.tolist() for load in tokens_per_expert(model, mesh).values()]
+    assert loads == [[sent, sent, 0, 0, 0, 0]] * 2
     weights = full_state_dict(model)
     assert bool(weights) == (rank == 0)
     for name, value in weights.items():

@@ -1,5 +1,5 @@
-"""What ranks exchange inside of a forward, with gradients: heads for parts of the sequence, tokens of experts,
-and a loss."""
+"""What ranks exchange inside of a forward, with gradients: heads for parts of the sequence, rows of
+experts, and a loss."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,15 +32,13 @@ class _AllToAll(torch.autograd.Function):
         return None, None, None, *exchange(grads, *ctx.back)
 
 
-def exchange_rows(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """The first ``sent[0]`` rows to rank 0 of a group, and so on; those that come back, in the order of ranks.
-    Every rank of the group calls it, in the forward and in the backward."""
-    return _Rows.apply(rows, sent, received, group)  # type: ignore[no-any-return]
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send the first ``sent[0]`` rows to rank 0 of a group, and so on; what comes, in the order of ranks.
+    Every rank of the group calls it, and takes part in its backward."""
+    return _RowsToRanks.apply(rows, sent, received, group)  # type: ignore[no-any-return]
 
 
-class _Rows(torch.autograd.Function):
+class _RowsToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         rows, sent, received, group = args

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
-from shardwright.engine.building.build import Apart
+from shardwright.engine.building.build import ShardPlacementResult
 from shardwright.engine.unit import is_sharded
 from shardwright.errors import InputError
 from shardwright.parallel.exchange import exchange_rows
@@ -91,7 +91,8 @@ def expert_parallel(model: M, mesh: Mesh, experts: Experts | None = None) -> M:
     for module in found.values():
         if mesh.ep is not None:
             _keep_own(module, mesh.ep)
-            module.sharded_apart = Apart(mesh.experts, mesh.loss_group.size())  # pyright: ignore
+            placed: Any = ShardPlacementResult(None, mesh.experts, mesh.loss_group.size())
+            module.shard_placement = placed
         _enter(module, mesh.ep)
     return model
 
@@ -145,8 +146,8 @@ def _check(name: str, module: nn.Module, mesh: Mesh) -> None:
     unstacked = [of for of, size in sizes.items() if size != number]
     if unstacked or not params:
         raise InputError(
-            f"expert_parallel: {name} holds {unstacked[0] if unstacked else 'no weight'}, expected weights of "
-            f"[{number or 'experts'}, ...] only: stack those of a ModuleList on dim 0, and hold what experts "
+            f"expert_parallel: {name} holds {unstacked[0] if unstacked else 'no weight'}, expected weights "
+            f"of [{number or 'experts'}, ...] only: stack those of a ModuleList on dim 0, and hold what experts "
             "share in the module around them"
         )
     if mesh.ep is not None and number % mesh.ep.size():
@@ -204,7 +205,8 @@ def _ask(module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: T
     weights = {f"module.{name}": _local(param) for name, param in module.named_parameters()}
     if len(arrived):
         # Not by `module(...)`, whose hooks run around this already.
-        said = functional_call(_Call(module, forward), weights, (arrived, index, arrived.new_ones(index.shape)))
+        ones = arrived.new_ones(index.shape)
+        said = functional_call(_WithWeights(module, forward), weights, (arrived, index, ones))
     else:
         # The backward's exchange waits for this rank, too, and its weights get a gradient of zeros.
         said = arrived + sum(weight.flatten()[0] for weight in weights.values()).to(arrived.dtype)
@@ -215,7 +217,7 @@ def _local(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-class _Call(nn.Module):
+class _WithWeights(nn.Module):
     """A forward of a module with other weights in it, meanwhile."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
