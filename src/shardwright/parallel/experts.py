@@ -44,7 +44,9 @@ def expert_parallel(model: M, mesh: Mesh, experts: Experts | None = None) -> M:
     [tokens, width], ``top_k_index`` [tokens, top_k] in int64 and ``top_k_weights`` [tokens, top_k], and
     returns [tokens, width], the weighted sum over a token's experts. It is then called with the rows that
     came to this rank, an index into its own experts, and weights of 1; ``num_experts``, if it has that, is
-    the number of its own.
+    the number of its own. Or it holds nothing but an ``nn.ModuleList`` of experts alike, [rows, width] ->
+    [rows, width]: they are stacked, with any ep (``list.0.up.weight``, ... become ``list.up.weight``), and
+    called one after another in place of the module's forward.
 
     Args:
         model: a transformers model with such modules (Mixtral, Qwen2-MoE and Qwen3-MoE, DeepSeek-V3, GPT-OSS
@@ -58,7 +60,7 @@ def expert_parallel(model: M, mesh: Mesh, experts: Experts | None = None) -> M:
 
     Raises:
         InputError: the model has no such module, was sharded before, or has experts that ep doesn't divide
-            or that aren't stacked. Nothing is changed then.
+            or that can't be stacked. Nothing is changed then.
 
     Examples:
         >>> class Experts(nn.Module):
@@ -83,17 +85,17 @@ def expert_parallel(model: M, mesh: Mesh, experts: Experts | None = None) -> M:
             f"expert_parallel: {type(model).__name__} has no module "
             + (f"of {experts}" if experts else f"whose forward takes {', '.join(_TAKEN[0])}")
             + (f" (it has {', '.join(listed)})" if listed else "")
-            + "; routed experts are one module with stacked weights and such a forward: pass its class as "
-            "experts=, and move the loop over a ModuleList of experts into one"
+            + "; move the weights and the loop over experts into one module with such a forward, and pass "
+            "its class as experts= if its arguments have other names"
         )
     for name, module in found.items():
         _check(name or type(module).__name__, module, mesh)
     for module in found.values():
+        if listed := _listed(module):
+            _stack(module, *listed)
         if mesh.ep is not None:
-            _keep_own(module, mesh.ep)
-            placed: Any = ShardPlacementResult(None, mesh.experts, mesh.loss_group.size())
-            module.shard_placement = placed
-        _enter(module, mesh.ep)
+            _keep_own(module, mesh.ep, ShardPlacementResult(None, mesh.experts, mesh.loss_group.size()))
+        _enter(module, mesh.ep, _one_by_one if listed else None)
     return model
 
 
@@ -141,14 +143,15 @@ def _check(name: str, module: nn.Module, mesh: Mesh) -> None:
         raise InputError(f"{name} is expert-parallel already; leave one call out")
     if is_sharded(module) or any(isinstance(param, DTensor) for param in params.values()):
         raise InputError(f"{name} is sharded already; call expert_parallel before fully_shard")
+    listed = _listed(module)
     sizes = {of: len(param) if param.ndim else 0 for of, param in params.items()}
-    number = getattr(module, "num_experts", next(iter(sizes.values()), 0))
+    number = len(listed[1]) if listed else getattr(module, "num_experts", next(iter(sizes.values()), 0))
     unstacked = [of for of, size in sizes.items() if size != number]
-    if unstacked or not params:
+    if not listed and (unstacked or not params):
         raise InputError(
             f"expert_parallel: {name} holds {unstacked[0] if unstacked else 'no weight'}, expected weights "
-            f"of [{number or 'experts'}, ...] only: stack those of a ModuleList on dim 0, and hold what experts "
-            "share in the module around them"
+            f"of [{number or 'experts'}, ...] only, or a ModuleList of experts alike without buffers; hold "
+            "what they share in the module around them"
         )
     if mesh.ep is not None and number % mesh.ep.size():
         raise InputError(
@@ -157,26 +160,61 @@ def _check(name: str, module: nn.Module, mesh: Mesh) -> None:
         )
 
 
-def _keep_own(module: nn.Module, ep: DeviceMesh) -> None:
-    """Leave a rank its part of each weight."""
+def _listed(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The list of experts alike that is all a module holds, and its name."""
+    lists = [(name, child) for name, child in module.named_children() if isinstance(child, nn.ModuleList)]
+    if len([*module.children()]) != 1 or not lists or [*module.buffers(), *module.parameters(recurse=False)]:
+        return None
+    kinds = [(type(e), [(of, p.shape, p.dtype) for of, p in e.named_parameters()]) for e in lists[0][1]]
+    return lists[0] if kinds and kinds[0][1] and kinds == kinds[:1] * len(kinds) else None
+
+
+def _stack(module: nn.Module, name: str, experts: nn.ModuleList) -> None:
+    """Put one expert with the weights of all, [experts, ...], in the place of a list."""
+    first = experts[0]
+    for of, param in [*first.named_parameters()]:
+        owner, _, leaf = of.rpartition(".")
+        weights = torch.stack([expert.get_parameter(of).detach() for expert in experts])
+        setattr(first.get_submodule(owner), leaf, nn.Parameter(weights, param.requires_grad))
+    setattr(module, name, first)
+
+
+def _one_by_one(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The forward of experts that were a list."""
+    (expert,) = module.children()
+    stacked = {of: _local(param) for of, param in expert.named_parameters()}
+    said = torch.zeros_like(hidden)
+    for number in range(len(next(iter(stacked.values())))):
+        token, place = torch.where(index == number)
+        if len(token):
+            own = {of: param[number] for of, param in stacked.items()}
+            answer = functional_call(expert, own, (hidden[token],)) * weights[token, place, None]
+            said = said.index_add(0, token, answer.to(said.dtype))
+    return said
+
+
+def _keep_own(module: nn.Module, ep: DeviceMesh, where: ShardPlacementResult) -> None:
+    """Leave a rank its part of each weight, and say where ``fully_shard`` is to shard it."""
     for inner in module.modules():
+        vars(inner)["shard_placement"] = where
         for name, param in [*inner.named_parameters(recurse=False)]:
             mine = param.detach().chunk(ep.size())[ep.get_local_rank()].clone()  # frees the others
             placed = DTensor.from_local(mine, ep, [Shard(0)], run_check=False)
             setattr(inner, name, nn.Parameter(placed, param.requires_grad))
 
 
-def _enter(module: nn.Module, ep: DeviceMesh | None) -> None:
+def _enter(module: nn.Module, ep: DeviceMesh | None, listed: Callable[..., Any] | None) -> None:
     """Wrap the forward of experts, as a method: copies of the module have one of their own."""
     number = len(next(module.parameters()))
     module.counted_tokens = torch.zeros(number, dtype=torch.int64)
     if ep is not None and hasattr(module, "num_experts"):
-        module.num_experts = number // ep.size()  # pyright: ignore[reportAttributeAccessIssue]
-    own = vars(module).get("forward")
-    forward: Callable[..., Any] = type(module).forward if own is None else lambda _, *a, **k: own(*a, **k)
-    signature = inspect.signature(module.forward)
+        vars(module)["num_experts"] = number // ep.size()
+    bound: Any = module.forward
+    function = getattr(bound, "__func__", None) or (lambda _, *args: bound(*args))
+    forward = listed or function
+    signature = inspect.signature(bound)
 
-    @wraps(own or forward)
+    @wraps(function)
     def entered(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, index, weights = [*signature.bind(*args, **kwargs).arguments.values()][:3]
         counts = index.flatten().bincount(minlength=number)
@@ -209,7 +247,8 @@ def _ask(module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: T
         said = functional_call(_WithWeights(module, forward), weights, (arrived, index, ones))
     else:
         # The backward's exchange waits for this rank, too, and its weights get a gradient of zeros.
-        said = arrived + sum(weight.flatten()[0] for weight in weights.values()).to(arrived.dtype)
+        said = arrived + torch.stack([weight.flatten()[0] for weight in weights.values()]).sum()
+        said = said.to(arrived.dtype)
     return exchange_rows(said, received, sent, group)
 
 
