@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import shardwright
 from shardwright import expert_parallel, full_state_dict, fully_shard
@@ -143,7 +144,9 @@ def test_a_mistake_says_what_would_fit_and_makes_no_group(rank, world):
 def trains_experts(rank, world, sizes):
     mesh = shardwright.mesh(**sizes)
     model, reference = build(), build()
-    fully_shard(expert_parallel(model, mesh), mesh=mesh.shard, groups="auto")
+    placed = {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 3 else None}
+    fully_shard(expert_parallel(model, mesh), mesh=mesh.shard, groups="auto", **placed)
+    assert model.blocks[0].routed.experts.up.placements[-2:] == (Shard(1), Shard(0))
     train_beside(Run.of(model), Run.of(reference), rank, world)
     return [*full_state_dict(model)]
 
