@@ -207,6 +207,21 @@ def test_experts_in_a_list_are_stacked_and_train_as_in_one_process(world, sizes)
     }
 
 
+class Scaled(example.Experts):
+    """With one argument more."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights, scale=1.0):
+        return scale * super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+def test_an_argument_that_would_not_travel_with_the_tokens_is_refused():
+    given = torch.ones(3, 5), torch.ones(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    model = expert_parallel(Scaled(4, 5, 5), SimpleNamespace(ep=None))
+    assert model(*given).shape == (3, 5)
+    with pytest.raises(InputError, match="Scaled was called with hidden_states, top_k_index, .*, scale, exp"):
+        model(*given, scale=2.0)
+
+
 class Refused(nn.Module):
     """With a weight that is no expert's."""
 

@@ -118,7 +118,7 @@ def tokens_per_expert(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     counts = dict(_counts(model))
     if not counts:
         raise InputError(f"tokens_per_expert: call expert_parallel on {type(model).__name__} first")
-    total = torch.cat([*counts.values()])
+    total = torch.cat([each.to(mesh.shard.device_type) for each in counts.values()])  # unless it ran: the CPU
     dist.all_reduce(total, group=mesh.loss_group)
     return dict(zip(counts, total.split([len(each) for each in counts.values()]), strict=True))
 
@@ -216,7 +216,13 @@ def _enter(module: nn.Module, ep: DeviceMesh | None, listed: Callable[..., Any] 
 
     @wraps(function)
     def entered(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden, index, weights = [*signature.bind(*args, **kwargs).arguments.values()][:3]
+        given = signature.bind(*args, **kwargs).arguments
+        if len(given) != len(_TAKEN[0]):
+            raise InputError(
+                f"the expert-parallel {type(self).__name__} was called with {', '.join(given)}, expected "
+                "tokens, indices of experts and their weights alone; leave others out"
+            )
+        hidden, index, weights = given.values()
         counts = index.flatten().bincount(minlength=number)
         self.counted_tokens = counts
         if ep is None:
