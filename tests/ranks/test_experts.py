@@ -218,7 +218,7 @@ def test_an_argument_that_would_not_travel_with_the_tokens_is_refused():
     given = torch.ones(3, 5), torch.ones(3, 1, dtype=torch.int64), torch.ones(3, 1)
     model = expert_parallel(Scaled(4, 5, 5), SimpleNamespace(ep=None))
     assert model(*given).shape == (3, 5)
-    with pytest.raises(InputError, match="Scaled was called with hidden_states, top_k_index, .*, scale, exp"):
+    with pytest.raises(InputError, match=r"Scaled was called with hidden_states, top_k_index, .*, scale,"):
         model(*given, scale=2.0)
 
 
