@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/experts.py                   the same, each half sharded over 2 ranks
     torchrun --nproc-per-node 2 examples/experts.py --api wrapper     with FullyShardedDataParallel
 
-A model of bytes learns this file. Its experts lie expert-parallel on the axis "ep" of a mesh, as DTensors,
-and are sharded over the axis "dp"; all other weights are sharded over all ranks. The last two lines are the
+A model of bytes learns this file. Its experts are distributed over the ranks of the axis "ep" of a mesh and
+sharded over the others; all other weights are sharded over all ranks. The last two lines are the
 loss of the ranks, and of one process with the whole model: the same. The picture in runs/experts shows how
 many tokens went to which expert.
 """
@@ -17,13 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from shardwright import clip_grad_norm_, full_state_dict, fully_shard
+import shardwright
+from shardwright import clip_grad_norm_, expert_parallel, full_state_dict, fully_shard
+from shardwright.parallel import tokens_per_expert
 from shardwright.wrapper import FSDP, CustomPolicy
 
 Seen = tuple[float, list[torch.Tensor]]
@@ -33,8 +31,7 @@ Seen = tuple[float, list[torch.Tensor]]
 class Experts(nn.Module):
     """Feed-forward experts, stacked: weights of shape [experts, in, out].
 
-    forward: rows [n, width], those of the first expert first, and how many each has -> [n, width]. An expert
-    without rows computes on none: its weights get a gradient of zeros, and no collective is left out.
+    forward: tokens [n, width], the experts that each is for and their weights, both [n, top_k] -> [n, width].
     """
 
     def __init__(self, num: int, width: int, hidden: int) -> None:
@@ -42,19 +39,21 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.randn(num, width, hidden) / width**0.5)
         self.down = nn.Parameter(torch.randn(num, hidden, width) / hidden**0.5)
 
-    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        # Expert-parallel weights are DTensors: this rank's experts are the local tensor.
-        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
-        parts = zip(rows.split(counts), up.unbind(), down.unbind(), strict=True)
-        return torch.cat([torch.relu(part @ u) @ d for part, u, d in parts])
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        said = torch.zeros_like(hidden_states)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, place = torch.where(top_k_index == expert)
+            answer = torch.relu(hidden_states[token] @ up) @ down
+            said = said.index_add(0, token, answer * top_k_weights[token, place, None])
+        return said
 
 
 class RoutedExperts(nn.Module):
     """Sends each token of [..., width] to its ``top_k`` experts and adds up what they say, by their scores.
 
     bias: added to the scores where experts are chosen, and only there, to keep them evenly used.
-    load: how many tokens went to each expert in the last forward.
-    group: the ranks that have the experts, in order; None: all are here.
     """
 
     bias: torch.Tensor
@@ -65,42 +64,12 @@ class RoutedExperts(nn.Module):
         self.experts = Experts(num, width, hidden)
         self.register_buffer("bias", torch.zeros(num))
         self.top_k = top_k
-        self.load = torch.zeros(num)
-        self.group: ProcessGroup | None = None
-
-    def spread(self, mesh: DeviceMesh) -> None:
-        """Leave each rank of a 1-D mesh its part of the experts. All have the same weights before."""
-        if len(self.bias) % mesh.size():
-            raise ValueError(f"{len(self.bias)} experts can't be shared evenly by {mesh.size()} ranks")
-        self.group = mesh.get_group()
-        for name, param in self.experts.named_parameters():
-            mine = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
-            setattr(self.experts, name, nn.Parameter(mine))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
         scores = self.router(tokens).softmax(-1)
         chosen = (scores + self.bias).topk(self.top_k).indices
-        order = chosen.flatten().argsort(stable=True)  # by expert
-        token = order // self.top_k
-        load = chosen.flatten().bincount(minlength=len(self.bias))
-        self.load = load.to(self.bias.dtype)
-        said = self.ask(tokens[token], load) * scores.gather(1, chosen).flatten()[order].unsqueeze(1)
-        return torch.zeros_like(tokens).index_add(0, token, said).view_as(x)
-
-    def ask(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """What the experts say to rows that are sorted by expert; ``counts``: how many each expert gets."""
-        if self.group is None:
-            return self.experts(rows, counts.tolist())
-        world = self.group.size()
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=self.group)
-        by_rank = coming.view(world, -1)  # [from rank, my expert]
-        sent, received = counts.view(world, -1).sum(1).tolist(), by_rank.sum(1).tolist()
-        arrived = all_to_all_single_autograd(rows, received, sent, self.group)
-        order = torch.arange(by_rank.shape[1]).repeat(world).repeat_interleave(coming).argsort(stable=True)
-        said = self.experts(arrived[order], by_rank.sum(0).tolist())
-        return all_to_all_single_autograd(said[order.argsort()], sent, received, self.group)
+        return self.experts(tokens, chosen, scores.gather(1, chosen)).view_as(x)
 
 
 class Block(nn.Module):
@@ -134,47 +103,28 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def by_fully_shard(model: Model, mesh: DeviceMesh) -> nn.Module:
-    """Experts over the mesh's axes "ep" and "dp", the rest over all ranks."""
-    for block in model.blocks:
-        block.routed.spread(mesh["ep"])
-        fully_shard(block.routed.experts, mesh=mesh["dp"])
-        fully_shard(block)
-    fully_shard(model)
-    return _averaged_over_all(model, mesh)
+def by_fully_shard(model: Model, mesh: shardwright.Mesh) -> nn.Module:
+    """Experts over the mesh's axis "ep" and what it leaves, the rest over all ranks."""
+    return fully_shard(expert_parallel(model, mesh), mesh=mesh.shard, groups="auto")
 
 
-def by_wrapper(model: Model, mesh: DeviceMesh) -> nn.Module:
+def by_wrapper(model: Model, mesh: shardwright.Mesh) -> nn.Module:
     """The same through ``FullyShardedDataParallel``."""
-    for block in model.blocks:
-        block.routed.spread(mesh["ep"])
-
-    def wraps(module: nn.Module) -> bool | dict:
-        return {"device_mesh": mesh["dp"]} if isinstance(module, Experts) else isinstance(module, Block)
-
-    return _averaged_over_all(FSDP(model, auto_wrap_policy=CustomPolicy(wraps)), mesh)
+    policy = CustomPolicy(lambda module: isinstance(module, Block))
+    return FSDP(expert_parallel(model, mesh), device_mesh=mesh.shard, auto_wrap_policy=policy)
 
 
-def _averaged_over_all(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    # An expert's gradient comes from the tokens of all ranks, though only those of "dp" reduce it. All other
-    # gradients are means over all ranks, so this one is divided by as many.
-    for block in model.blocks:  # type: ignore[union-attr]
-        block.routed.experts.set_gradient_divide_factor(mesh.size())
-    return model
-
-
-APIS: dict[str, Callable[[Model, DeviceMesh], nn.Module]] = {
+APIS: dict[str, Callable[[Model, shardwright.Mesh], nn.Module]] = {
     "fully_shard": by_fully_shard,
     "wrapper": by_wrapper,
 }
 
 
 @torch.no_grad()
-def balance(model: nn.Module, rate: float) -> None:
-    """Make experts that got less than their share likelier to be chosen. Every rank calls it."""
-    for block in model.blocks:  # type: ignore[union-attr]
-        load = block.routed.load
-        dist.all_reduce(load)
+def balance(model: nn.Module, loads: list[torch.Tensor], rate: float) -> None:
+    """Make experts that got less than their share likelier to be chosen."""
+    for block, load in zip(model.blocks, loads, strict=True):  # type: ignore[call-overload]
+        load = load.to(block.routed.bias.dtype)
         block.routed.bias.add_(rate * torch.sign(load.mean() - load))
 
 
@@ -183,7 +133,9 @@ def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(text)[:, :-1].flatten(0, 1), text[:, 1:].flatten())
 
 
-def train(model: nn.Module, text: torch.Tensor, options: argparse.Namespace) -> list[Seen]:
+def train(
+    model: nn.Module, mesh: shardwright.Mesh, text: torch.Tensor, options: argparse.Namespace
+) -> list[Seen]:
     """Train on this rank's parts of ``text``."""
     rank, world = dist.get_rank(), dist.get_world_size()
     history = []
@@ -197,8 +149,9 @@ def train(model: nn.Module, text: torch.Tensor, options: argparse.Namespace) -> 
         norm = clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        balance(model, rate=0.001)
-        history.append((loss.item(), [block.routed.load for block in model.blocks]))
+        loads = [*tokens_per_expert(model, mesh).values()]
+        balance(model, loads, rate=0.001)
+        history.append((loss.item(), loads))
         if rank == 0 and (step + 1) % 20 == 0:
             print(f"step {step + 1}  loss {loss.item():.4f}  norm {norm.item():.3f}")
     return history
@@ -223,13 +176,11 @@ def draw(history: list[Seen], out: Path) -> None:
 
 def run(options: argparse.Namespace) -> tuple[float, float]:
     """Train and collect; losses of the sharded model and, on rank 0, of the whole one."""
-    world = dist.get_world_size()
-    experts = options.ep or min(world, 2)
-    mesh = init_device_mesh("cpu", (world // experts, experts), mesh_dim_names=("dp", "ep"))
+    mesh = shardwright.mesh(ep=options.ep or min(dist.get_world_size(), 2))
     torch.manual_seed(0)  # the same experts on every rank, before each keeps its own
     model = APIS[options.api](Model(), mesh)
     text = torch.tensor(list(Path(__file__).read_bytes()))
-    history = train(model, text, options)
+    history = train(model, mesh, text, options)
     if options.out and dist.get_rank() == 0:
         draw(history, options.out)
     seen = text[: 8 * options.length].view(8, -1)

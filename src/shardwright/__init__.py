@@ -29,7 +29,7 @@ _NAMES = {
     "ops.loss": "loss_weights",
     "module": "FSDPModule GradientReductionHandle UnshardHandle register_fsdp_forward_method share_comm_ctx",
     "observe.watch.lifecycle": "set_watch",
-    "parallel": "Mesh context_parallel mesh",
+    "parallel": "Mesh context_parallel expert_parallel mesh",
     "params.at_rest": "pickle_shards",
     "policy": """
         BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims DiskOffloadPolicy Grouping

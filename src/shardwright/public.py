@@ -28,7 +28,7 @@ from shardwright.ops.gather import gathered, scattered
 from shardwright.ops.linear_loss import linear_cross_entropy
 from shardwright.ops.lockstep import lockstep
 from shardwright.ops.loss import loss_weights
-from shardwright.parallel import Mesh, context_parallel, mesh
+from shardwright.parallel import Mesh, context_parallel, expert_parallel, mesh
 from shardwright.params.at_rest import pickle_shards
 from shardwright.policy import (
     BackwardPrefetch,
@@ -77,6 +77,7 @@ __all__ = [
     "clip_grad_norm_",
     "communication_s",
     "context_parallel",
+    "expert_parallel",
     "explain",
     "full_state_dict",
     "fully_shard",

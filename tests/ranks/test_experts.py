@@ -1,16 +1,28 @@
 """Top-k routed experts, expert-parallel over a mesh axis: examples/experts.py beside one process."""
 
 import argparse
+import copy
+import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as recompute
 
+import shardwright
 from examples import experts as example
-from shardwright import SchedulePolicy, checkpoint, clip_grad_norm_, full_state_dict
+from shardwright import (
+    SchedulePolicy,
+    checkpoint,
+    clip_grad_norm_,
+    expert_parallel,
+    full_state_dict,
+    fully_shard,
+)
+from shardwright.errors import InputError
+from shardwright.parallel import tokens_per_expert
 from shardwright.wrapper import FSDP
 from tests.ranks.models import Run, both_step, full, mean_over_ranks
 from tests.ranks.pool import on_ranks, run_ranks
@@ -25,8 +37,8 @@ def build(num=6) -> example.Model:
 
 
 def sharded_on(shape, api, make=build) -> nn.Module:
-    """A model whose experts are sharded over the first axis of a mesh, and spread over its second."""
-    return example.APIS[api](make(), init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")))
+    """A model whose experts are sharded over the first axis of a mesh, and distributed over its second."""
+    return example.APIS[api](make(), shardwright.mesh(ep=shape[1]))
 
 
 def texts(step, world):
@@ -39,15 +51,6 @@ def send_to_the_first(model, only_first):
     for block in model.blocks:
         block.routed.bias.zero_()
         block.routed.bias[:2] = 2.0 * only_first
-
-
-class Received:
-    """How many rows came to this rank's experts, call by call."""
-
-    def __init__(self, model):
-        self.rows = []
-        for block in model.blocks:
-            block.routed.experts.register_forward_pre_hook(lambda _, args: self.rows.append(len(args[0])))
 
 
 def train_beside(ours, theirs, rank, world, steps=range(STEPS)):
@@ -69,13 +72,14 @@ def train_beside(ours, theirs, rank, world, steps=range(STEPS)):
 
 
 def trains(rank, world, shape, api, agreement):
-    model, reference = sharded_on(shape, api), build()
+    mesh, reference = shardwright.mesh(ep=shape[1]), build()
+    model = example.APIS[api](build(), mesh)
     getattr(model, "module", model).set_schedule_policy(SchedulePolicy(agreement=agreement))
-    received = Received(model)
     train_beside(Run.of(model), Run.of(reference), rank, world)
-    # In steps 1 and 3 all tokens are for the rank that has the first two experts, and its copies.
-    without = [rows == 0 for rows in received.rows]
-    assert without == [step % 2 == 1 and rank % shape[1] > 0 for step in range(STEPS) for _ in range(2)]
+    # In steps 1 and 3 all tokens are for the ranks that have the first two experts.
+    sent = texts(0, world).numel()
+    loads = [load.tolist() for load in tokens_per_expert(model, mesh).values()]
+    assert loads == [[sent, sent, 0, 0, 0, 0]] * 2
     weights = full_state_dict(model)
     assert bool(weights) == (rank == 0)
     for name, value in weights.items():
@@ -153,3 +157,100 @@ def test_the_example_learns_and_the_collected_model_has_the_loss_of_the_ranks(ap
     assert sharded == pytest.approx(plain, abs=1e-5)
     assert sharded == pytest.approx(other, abs=1e-5)
     assert sharded < 3.0, "an untrained model has 5.5"
+
+
+class Listed(nn.Module):
+    """Experts in a list, of a user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 5)) for _ in range(4)
+        )
+
+    def forward(self, x, experts, weights):
+        said = torch.zeros_like(x)
+        for number, expert in enumerate(self.each):
+            token, place = torch.where(experts == number)
+            said = said.index_add(0, token, expert(x[token]) * weights[token, place, None])
+        return said
+
+
+def with_listed():
+    model = build(num=4)
+    for block in model.blocks:
+        block.routed.experts = Listed().double()
+    return model
+
+
+def trains_listed(rank, world, sizes):
+    mesh, reference = shardwright.mesh(**sizes), with_listed()
+    model = expert_parallel(copy.deepcopy(reference), mesh, experts=Listed)
+    model = fully_shard(copy.deepcopy(model), mesh=mesh.shard, groups="auto")
+    model.set_gradient_averaging("average")  # experts' too: not over the ranks of their own mesh alone
+    stacked = expert_parallel(reference, dataclasses.replace(mesh, ep=None), experts=Listed)
+    train_beside(Run.of(model), Run.of(stacked), rank, world)
+    weights = full_state_dict(model)
+    return {name: tuple(weights[name].shape) for name in weights if "blocks.0.routed.experts" in name}
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(1, {}), (2, {"ep": 2}), (4, {"ep": 2})], ids=str)
+def test_experts_in_a_list_are_stacked_and_train_as_in_one_process(world, sizes):
+    x, index, weights = torch.randn(9, 5), torch.randint(4, (9, 2)), torch.rand(9, 2)
+    plain, place = Listed(), "blocks.0.routed.experts.each."
+    expected = plain(x, index, weights)
+    found = expert_parallel(plain, SimpleNamespace(ep=None), experts=Listed)(x, index, weights)
+    torch.testing.assert_close(found, expected)
+    shapes = {"0.weight": (4, 7, 5), "0.bias": (4, 7), "2.weight": (4, 5, 7), "2.bias": (4, 5)}
+    assert run_ranks(world, trains_listed, sizes)[0] == {
+        place + name: shape for name, shape in shapes.items()
+    }
+
+
+class Scaled(example.Experts):
+    """With one argument more."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights, scale=1.0):
+        return scale * super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+def test_an_argument_that_would_not_travel_with_the_tokens_is_refused():
+    given = torch.ones(3, 5), torch.ones(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    model = expert_parallel(Scaled(4, 5, 5), SimpleNamespace(ep=None))
+    assert model(*given).shape == (3, 5)
+    with pytest.raises(InputError, match=r"Scaled was called with hidden_states, top_k_index, .*, scale,"):
+        model(*given, scale=2.0)
+
+
+class Refused(nn.Module):
+    """With a weight that is no expert's."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.up, self.scale = 4, nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights): ...
+
+
+@on_ranks(2)
+def test_experts_that_can_not_be_distributed_are_refused_and_left_as_they_are(rank, world):
+    mesh = shardwright.mesh(ep=2)
+    for model, message in [
+        (
+            nn.Linear(2, 2),
+            "Linear has no module whose forward takes hidden_states, top_k_index, top_k_weights;",
+        ),
+        (nn.Sequential(build(), Refused()), r"1 holds scale, expected weights of \[4, ...\] only"),
+        (
+            nn.Sequential(build(), build(num=5)),
+            "ep=2 doesn't divide the 5 experts of 1.blocks.0.routed.experts",
+        ),
+        (fully_shard(build()), "blocks.0.routed.experts is sharded already; call expert_parallel before"),
+        (expert_parallel(build(), mesh), "blocks.0.routed.experts is expert-parallel already"),
+    ]:
+        before = [(name, id(param)) for name, param in model.named_parameters()]
+        with pytest.raises(InputError, match=message):
+            expert_parallel(model, mesh)
+        assert before == [(name, id(param)) for name, param in model.named_parameters()]
+    with pytest.raises(InputError, match="tokens_per_expert: call expert_parallel on Linear first"):
+        tokens_per_expert(nn.Linear(2, 2), mesh)

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import shardwright
-from shardwright import full_state_dict, fully_shard
+from shardwright import expert_parallel, full_state_dict, fully_shard
 from shardwright.errors import InputError
 from tests.ranks.models import Run
 from tests.ranks.pool import on_ranks, run_ranks
@@ -143,12 +144,9 @@ def test_a_mistake_says_what_would_fit_and_makes_no_group(rank, world):
 def trains_experts(rank, world, sizes):
     mesh = shardwright.mesh(**sizes)
     model, reference = build(), build()
-    for block in model.blocks:
-        block.routed.spread(mesh.ep)
-        fully_shard(block.routed.experts, mesh=mesh.experts)
-        block.routed.experts.set_gradient_divide_factor(mesh.loss_group.size())
-        fully_shard(block, mesh=mesh.shard)
-    fully_shard(model, mesh=mesh.shard)
+    placed = {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 3 else None}
+    fully_shard(expert_parallel(model, mesh), mesh=mesh.shard, groups="auto", **placed)
+    assert model.blocks[0].routed.experts.up.placements[-2:] == (Shard(1), Shard(0))
     train_beside(Run.of(model), Run.of(reference), rank, world)
     return [*full_state_dict(model)]
 

@@ -61,9 +61,7 @@ def with_tensor_parallelism() -> nn.Module:
 
 
 def with_experts() -> nn.Module:
-    return experts.by_fully_shard(
-        experts.Model(width=8, num=4), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    )
+    return experts.by_fully_shard(experts.Model(width=8, num=4), shardwright.mesh(ep=2))
 
 
 CASES: dict[str, tuple[int, Callable[[], nn.Module], Callable]] = {

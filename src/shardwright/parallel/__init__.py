@@ -1,7 +1,17 @@
-"""Meshes of several kinds of parallelism, and long sequences that ranks share."""
+"""Meshes of several kinds of parallelism, and long sequences and experts that ranks share."""
 
+from shardwright.parallel.experts import expert_parallel, tokens_per_expert
 from shardwright.parallel.mesh import Mesh, mesh
 from shardwright.parallel.sequence import document_positions, shift_labels
 from shardwright.parallel.ulysses import context_parallel, mean_over_tokens
 
-__all__ = ["Mesh", "context_parallel", "document_positions", "mean_over_tokens", "mesh", "shift_labels"]
+__all__ = [
+    "Mesh",
+    "context_parallel",
+    "document_positions",
+    "expert_parallel",
+    "mean_over_tokens",
+    "mesh",
+    "shift_labels",
+    "tokens_per_expert",
+]

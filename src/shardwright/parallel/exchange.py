@@ -1,4 +1,5 @@
-"""What ranks exchange inside of a forward, with gradients: heads for parts of the sequence, and a loss."""
+"""What ranks exchange inside of a forward, with gradients: heads for parts of the sequence, rows of
+experts, and a loss."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,26 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, None, None, *exchange(grads, *ctx.back)
+
+
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send the first ``sent[0]`` rows to rank 0 of a group, and so on; what comes, in the order of ranks.
+    Every rank of the group calls it, and takes part in its backward."""
+    return _RowsToRanks.apply(rows, sent, received, group)  # type: ignore[no-any-return]
+
+
+class _RowsToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        rows, sent, received, group = args
+        ctx.back = received, sent, group
+        came = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
+        return came
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return exchange_rows(grads[0], *ctx.back), None, None, None
 
 
 def mean_of_all(total: Tensor, number: Tensor | int, group: dist.ProcessGroup) -> Tensor:

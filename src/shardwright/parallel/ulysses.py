@@ -90,8 +90,9 @@ def mean_over_tokens(loss_sum: Tensor, num_tokens: Tensor | int, mesh: Mesh) -> 
 
     Every rank of ``mesh.loss_group`` calls it; 16 bytes are all-reduced. Its gradient is as many times
     larger as the group has ranks, so that the mean of gradients over ranks that ``fully_shard`` takes is the
-    gradient of this loss. Leave ``set_gradient_averaging`` as it is, and divide experts' gradients by
-    ``mesh.loss_group.size()`` (``set_gradient_divide_factor``).
+    gradient of this loss. Leave ``set_gradient_averaging`` as it is. Gradients of experts that are not
+    distributed by ``expert_parallel`` are to be divided by ``mesh.loss_group.size()``
+    (``set_gradient_divide_factor``).
 
     Args:
         loss_sum: the sum over this rank's tokens, of shape () in any floating point dtype.

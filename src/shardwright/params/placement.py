@@ -27,6 +27,7 @@ class Split:
     dim: the dim that is cut (None: kept whole). offload: where its shard lies.
     dims: the data-parallel axes, where the parameter is a DTensor on a mesh that has them already.
     keeps_dtype: the policy's ``param_dtype_override_fn`` leaves it in its dtype.
+    num_averaged: over how many ranks its gradient is the mean; None: over those of the axis.
     """
 
     axis: Axis
@@ -34,6 +35,7 @@ class Split:
     offload: OffloadPolicy = DEFAULT_OFFLOAD
     dims: DataParallelMeshDims | None = None
     keeps_dtype: bool = False
+    num_averaged: int | None = None
 
     @cached_property
     def on_host(self) -> bool:

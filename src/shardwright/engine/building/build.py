@@ -161,10 +161,12 @@ class ShardPlacementResult:
     Args:
         placement: ``Shard(dim)``, or None for dim 0.
         mesh_info: the DeviceMesh, 1-D or 2-D, or an object that has it as ``.mesh``.
+        num_averaged: over how many ranks its gradient is the mean; None: over those of the mesh.
     """
 
     placement: Shard | None
     mesh_info: Any
+    num_averaged: int | None = None
 
 
 @dataclass(frozen=True)
@@ -365,6 +367,9 @@ def _split(
 ) -> Split:
     """How to shard a parameter. Raises: InputError for a placement that it can't have."""
     wanted = options.placement_fn(param) if options.placement_fn is not None else None
+    own, num_averaged = getattr(sites[0].module, "shard_placement", None), None  # as experts have it
+    if own is not None and (wanted is None or isinstance(wanted, Shard)):
+        wanted = replace(own, placement=wanted)
     if wanted is not None and not isinstance(wanted, Shard):
         if not hasattr(wanted, "mesh_info"):
             raise InputError(
@@ -373,6 +378,7 @@ def _split(
             )
         info = wanted.mesh_info
         axis = resolve(info if isinstance(info, DeviceMesh) else getattr(info, "mesh", info))
+        num_averaged = getattr(wanted, "num_averaged", None)  # torch's own class lacks it
         wanted = wanted.placement
     ndim = param.ndim
     dim = 0 if wanted is None else wanted.dim
@@ -395,7 +401,7 @@ def _split(
     # Kernels of batch norms take weights of the dtype of their running statistics, which aren't cast.
     normalizes = any(getattr(site.module, "running_mean", None) is not None for site in sites)
     keeps_dtype = options.precision.keeps_dtype(fqn, param) or normalizes
-    return Split(axis, dim % ndim if ndim else None, options.offload, options.dims, keeps_dtype)
+    return Split(axis, dim % ndim if ndim else None, options.offload, options.dims, keeps_dtype, num_averaged)
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -66,7 +66,8 @@ class Reducer:
         self.params = params
         self.has_copies = axis.replicate is not None  # whether other ranks hold the same shards
         self._axis = axis
-        self._ranks = axis.world * axis.num_copies  # whose gradients are summed, over shards and copies
+        # Whose gradients are summed, over shards and copies, or came by an exchange of the model's own.
+        self._ranks = params[0].split.num_averaged or axis.world * axis.num_copies
         self._precision = precision
         self._began_by = 1.0  # the divisor when the first of what is summed was reduced
 
