@@ -59,6 +59,14 @@ def test_a_run_whose_ranks_shared_sequences_goes_on_without_and_back(place, tmp_
         assert_same(trained(*tune_part, resume=True, **then), expected)
 
 
+def test_a_run_whose_ranks_shared_layers_goes_on_without_and_back(place, tmp_path):
+    steps = max((expected := trained(place, tmp_path / "one", 1, FULL))[0])
+    for first, then in ((2, 1), (1, 2)):
+        folder = tmp_path / str(first)
+        trained(place, folder, first, FULL, steps=steps // 2, tp=first)
+        assert_same(trained(place, folder, then, FULL, resume=True, tp=then), expected)
+
+
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
@@ -73,3 +81,16 @@ def test_a_run_whose_ranks_shared_sequences_goes_on_without_and_back(place, tmp_
 def test_heads_that_a_mesh_can_not_share_are_refused_before_anything_is_read(place, tmp_path, mesh, words):
     with pytest.raises(InputError, match=words):
         check_inputs(recipe_of(place, tmp_path / "run", **FULL, mesh=mesh))
+
+
+def test_ranks_that_share_layers_learn_what_one_process_learns_and_export_it_whole(place, tmp_path):
+    expected = trained(place, tmp_path / "one", 1, FULL)
+    assert_same(trained(place, tmp_path / "tp", 2, FULL, tp=2), expected)
+    one, tp = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "tp"))
+    assert tp["sample"] == one["sample"]
+    assert [tp[key] for key in ("parameters", "full_nbytes")] == [one["parameters"], one["full_nbytes"]]
+    assert tp["at_rest_nbytes"] < one["at_rest_nbytes"]
+    assert losses(tmp_path / "tp", "tokens") == losses(tmp_path / "one", "tokens")
+    assert losses(tmp_path / "tp", "grad_norm") == pytest.approx(
+        losses(tmp_path / "one", "grad_norm"), rel=1e-4
+    )

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwright import hf
-from shardwright.api import stats
 from shardwright.data.feed import Feed
 from shardwright.data.windows import IGNORED, Batch
 from shardwright.errors import InputError
@@ -20,7 +19,7 @@ from shardwright.finetune.objective import objective_of
 from shardwright.hf import library
 from shardwright.lora import add_lora
 from shardwright.ops.loss import loss_weights
-from shardwright.parallel import Mesh, context_parallel
+from shardwright.parallel import Mesh, context_parallel, tensor_parallel
 from shardwright.recipe.config import BaseConfig, Recipe
 from shardwright.recipe.named import named
 from shardwright.train.eager import RankEngine, policies_of
@@ -41,7 +40,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     """
     base = recipe.base
     set_transport(recipe.schedule.transport)
-    model = adapted_model(recipe)
+    model = tensor_parallel(adapted_model(recipe), place.mesh)
     hf.shard(model, mesh=place.mesh.shard, **policies_of(recipe))
     model.set_schedule_policy(recipe.schedule.policy())
     quantise = None if base.quantise == "none" else base.quantise
@@ -118,7 +117,7 @@ class TunedEngine(RankEngine):
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width *= config.num_attention_heads
         return flops_per_token(
-            stats(model).param_numel - sum(p.numel() for p in unread),
+            self.whole()[0] - sum(p.numel() for p in unread),
             trained - sum(p.numel() for p in unread if p.requires_grad),
             config.num_hidden_layers * width * self.feed.train.inputs.mean() / self.feed.train.per,
         )

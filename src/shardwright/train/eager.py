@@ -255,7 +255,16 @@ class RankEngine(ABC):
             measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s
         )
         known = measured.exposed_s is not None
-        return Sizes(measured.param_numel, int(at_rest), measured.full_nbytes, int(peak), alone_s, known)
+        numel, full_nbytes = self.whole()
+        return Sizes(numel, int(at_rest), full_nbytes, int(peak), alone_s, known)
+
+    def whole(self) -> tuple[int, int]:
+        """Elements and bytes of all parameters, of which ``stats`` counts those of this rank's layers."""
+        measured = stats(self.model)
+        if self.place.mesh.tp is None:
+            return measured.param_numel, measured.full_nbytes
+        params = list(self.model.parameters())
+        return sum(p.numel() for p in params), sum(p.numel() * p.itemsize for p in params)
 
 
 class EagerEngine(RankEngine):
