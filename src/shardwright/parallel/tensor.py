@@ -73,4 +73,5 @@ def tensor_parallel(model: M, mesh: Mesh) -> M:
         found[path] = _STYLES[style]()
     if not found:
         raise InputError(f"{name} has no plan for tensor parallelism (tp_plan); take tp=1")
-    return parallelize_module(model, mesh.tp, found, src_data_rank=None)
+    parallelize_module(model, mesh.tp, found, src_data_rank=None)  # in place
+    return model
