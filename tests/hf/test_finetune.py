@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,8 +18,8 @@ import tomli_w
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 
+import shardwright
 from shardwright import cli
 from shardwright.checkpoint.folder import complete_steps, step_folder
 from shardwright.data.feed import pad_of
@@ -31,7 +32,7 @@ from shardwright.recipe.config import ModelConfig, Recipe
 from shardwright.recipe.resolve import Resolved, resolve
 from shardwright.train.folder import RunFolder
 from shardwright.train.models import Transformer
-from shardwright.train.ranks import RankPlace
+from shardwright.train.ranks import RankPlace, mesh_of
 from shardwright.train.report import Screen
 from shardwright.train.run import _train
 from tests.hf import models
@@ -128,8 +129,7 @@ class StopAfter:
 
 def tune(rank, world, recipe, resume=False, steps=10**6, shown=False):
     """A run of the recipe, as ``shardwright train`` does it."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    place = RankPlace(rank, world, torch.device("cpu"), mesh)
+    place = RankPlace(rank, world, torch.device("cpu"), mesh_of(recipe.mesh, "cpu"))
     if resume:
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "last"})})
     resolved = Resolved(recipe, "test.toml", resolve_origins())
@@ -232,7 +232,7 @@ def test_all_weights_are_trained_and_exported_as_transformers_saves_them(place, 
 
 
 def alone():
-    return RankPlace(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+    return RankPlace(0, 1, torch.device("cpu"), SimpleNamespace(sample_rank=0, num_samples=1))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -376,8 +376,7 @@ def at_rest_and_at_work(rank, world, folder):
     """{dtype: of what} of the recipe's model: at rest, of the inputs of its linear layers, and adapters."""
     overrides = [("base.folder", folder), ("training.sequence_length", "32")]
     recipe = resolve(REAL[2], overrides).recipe
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    model = build_model(recipe, RankPlace(rank, world, torch.device("cpu"), mesh))
+    model = build_model(recipe, RankPlace(rank, world, torch.device("cpu"), shardwright.mesh()))
     seen = set()
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
+import shardwright
 from shardwright.checkpoint import load, save
 from shardwright.data.windows import IGNORED, Batch
 from shardwright.errors import DataError, InputError
@@ -61,8 +61,7 @@ def test_the_best_checkpoint_is_what_is_left_and_a_run_without_progress_ends_ear
 
 def eight_bit(rank, world, recipe, folder):
     """What both AdamWs make of the same gradients, and whether a checkpoint changes the state in 8 bits."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    place = RankPlace(rank, world, torch.device("cpu"), mesh)
+    place = RankPlace(rank, world, torch.device("cpu"), shardwright.mesh())
     wholes = []
     for kind in ("adamw", "adamw-8bit"):
         model = build_model(recipe, place)
@@ -126,8 +125,7 @@ def plainly(model, batch):
 
 def preference(rank, world, recipe):
     """Loss and gradients of our DPO beside TRL's formula with a second model as its reference."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    model = perturb(build_model(recipe, RankPlace(rank, world, torch.device("cpu"), mesh)))
+    model = perturb(build_model(recipe, RankPlace(rank, world, torch.device("cpu"), shardwright.mesh())))
     batch, beta = a_batch(96, 3, 12, rank), recipe.training.dpo_beta
     objective = objective_of(recipe, model)
     assert objective.count(batch) == 3
@@ -177,8 +175,7 @@ def test_dpo_is_the_formula_of_the_paper_with_the_base_as_a_second_model(tmp_pat
 
 def as_built(rank, world, recipe):
     """The model's state whole, its logits, and those without adapters."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    model = build_model(recipe, RankPlace(rank, world, torch.device("cpu"), mesh)).eval()
+    model = build_model(recipe, RankPlace(rank, world, torch.device("cpu"), shardwright.mesh())).eval()
     tokens = models.tokens(0)
     with torch.no_grad():
         logits = model(input_ids=tokens).logits

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
+import shardwright
 from shardwright import SchedulePolicy, fully_shard, set_transport, stats
 from shardwright.engine.groups.group import ParamGroup
 from shardwright.engine.groups.reducer import Reducer
@@ -325,7 +325,7 @@ def train_recipe(rank, world, schedule):
     """The first losses of ``shardwright train``'s model under a recipe's schedule."""
     size = ModelConfig(num_layers=2, dim=16, num_heads=2, hidden_dim=24)
     recipe = Recipe(model=size, schedule=ScheduleConfig(**schedule))
-    place = RankPlace(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,)))
+    place = RankPlace(rank, world, torch.device("cpu"), shardwright.mesh())
     model = build_model(recipe, place)
     assert unit_of(model).runtime.policy == recipe.schedule.policy()
     losses = train_by(Run.of(model), (loss_of(model, batches(step, world)[rank]) for step in range(3)))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.checkpoint import StopRequest
 from shardwright.checkpoint.storage import FolderLock, Held
@@ -19,7 +18,7 @@ from shardwright.errors import CheckpointError, ConfigError
 from shardwright.recipe.resolve import resolve
 from shardwright.train.folder import RunFolder
 from shardwright.train.pretrain import Pretraining
-from shardwright.train.ranks import RankPlace
+from shardwright.train.ranks import RankPlace, mesh_of
 from shardwright.train.report import Screen
 from shardwright.train.run import _train
 from tests.ranks.pool import run_ranks
@@ -54,7 +53,6 @@ def train(rank, world, recipe, jobs):
     """Trains as ``rank`` of several jobs, one after another: ``(options, variables of rank 1)`` each. What
     each printed, or its error."""
     os.chdir(Path(recipe).parent)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     told = []
     for options, variables in jobs:
         os.environ.update(variables if rank == 1 else {})
@@ -62,7 +60,7 @@ def train(rank, world, recipe, jobs):
         try:
             with contextlib.redirect_stdout(out), StopRequest(()) as stop:
                 resolved = resolve(recipe, [("run.folder", "run"), *options.items()])
-                here = RankPlace(rank, world, torch.device("cpu"), mesh)
+                here = RankPlace(rank, world, torch.device("cpu"), mesh_of(resolved.recipe.mesh, "cpu"))
                 _train(resolved, here, Screen(shown=rank == 0), stop, Pretraining)
             told.append(out.getvalue())
         except (CheckpointError, ConfigError) as error:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shardwright import hf
-from shardwright.api import stats
 from shardwright.data.feed import Feed
-from shardwright.data.windows import Batch
+from shardwright.data.windows import IGNORED, Batch
 from shardwright.errors import InputError
 from shardwright.finetune.apart import keeps_apart
 from shardwright.finetune.generate import Wanted, generate, tokens_of
@@ -19,6 +19,7 @@ from shardwright.finetune.objective import objective_of
 from shardwright.hf import library
 from shardwright.lora import add_lora
 from shardwright.ops.loss import loss_weights
+from shardwright.parallel import Mesh, context_parallel, tensor_parallel
 from shardwright.recipe.config import BaseConfig, Recipe
 from shardwright.recipe.named import named
 from shardwright.train.eager import RankEngine, policies_of
@@ -39,8 +40,8 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     """
     base = recipe.base
     set_transport(recipe.schedule.transport)
-    model = adapted_model(recipe)
-    hf.shard(model, mesh=place.mesh, **policies_of(recipe))
+    model = tensor_parallel(adapted_model(recipe), place.mesh)
+    hf.shard(model, mesh=place.mesh.shard, **policies_of(recipe))
     model.set_schedule_policy(recipe.schedule.policy())
     quantise = None if base.quantise == "none" else base.quantise
     hf.read_weights(model, base.folder, quantise=quantise, dequantise=base.dequantise)
@@ -66,6 +67,20 @@ def meta_model(base: BaseConfig) -> Any:
         return named("base.build", base.build)(folder, dtype)
 
 
+def own_part(batch: Batch, mesh: Mesh) -> Batch:
+    """What this rank computes of a batch that all ranks of ``mesh.cp`` have: the batch, or a part of each
+    sequence, which is padded first where it can't be cut evenly. Targets are shifted already."""
+    if mesh.cp is None:
+        return batch
+    given = {"inputs": (batch.inputs, 0), "targets": (batch.targets, IGNORED)}
+    if batch.positions is not None:
+        given["position_ids"] = batch.positions, 0
+    short = -batch.inputs.shape[1] % mesh.cp.size()
+    part = mesh.split({name: F.pad(tensor, (0, short), value=v) for name, (tensor, v) in given.items()})
+    learned = int((part["targets"] != IGNORED).sum())
+    return Batch(part["inputs"], part["targets"], part["position_ids"], learned)
+
+
 class TunedEngine(RankEngine):
     """See ``Engine``. A step's loss is the mean over the learned tokens of all ranks and microbatches,
     however these are spread over them."""
@@ -81,6 +96,13 @@ class TunedEngine(RankEngine):
                 "the tokenizer is another model's"
             )
         self.keeps_apart = keeps_apart(self.model, place.device)
+        if place.mesh.cp is not None and not self.keeps_apart:
+            raise InputError(
+                f"mesh.cp = {place.mesh.cp.size()}: {type(self.model).__name__} has no position_ids, or a "
+                "state or attention that goes past where they begin again, so a sequence can't be cut; "
+                "leave cp out"
+            )
+        context_parallel(self.model, place.mesh)
         if not self.keeps_apart and any(source.kind == "text" for source in feed.sources):
             name = type(self.model).__name__
             _log.warning("%s: files of text that share a sequence see each other in this model", name)
@@ -95,7 +117,7 @@ class TunedEngine(RankEngine):
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width *= config.num_attention_heads
         return flops_per_token(
-            stats(model).param_numel - sum(p.numel() for p in unread),
+            self.whole()[0] - sum(p.numel() for p in unread),
             trained - sum(p.numel() for p in unread if p.requires_grad),
             config.num_hidden_layers * width * self.feed.train.inputs.mean() / self.feed.train.per,
         )
@@ -108,9 +130,8 @@ class TunedEngine(RankEngine):
         """See ``RankEngine``."""
         count, order = self.recipe.training.accumulation, self.feed.order
         with self.getting_data():
-            batches = [
-                self.feed.train.batch(order.at(position + i * order.share.num_windows)) for i in range(count)
-            ]
+            numbers = [order.at(position + i * order.share.num_windows) for i in range(count)]
+            batches = [own_part(self.feed.train.batch(each), self.place.mesh) for each in numbers]
         counts = [self.objective.count(batch) for batch in batches]
         shares = loss_weights(self.model, counts)
         self.objective.begin_step()
@@ -120,7 +141,7 @@ class TunedEngine(RankEngine):
             loss = self._loss_sum(batch) * (share / max(1, counted))
             loss.backward()
             total += loss.detach()
-        return total * self.place.world
+        return total * self.place.mesh.loss_group.size()  # others of the world have the same tokens
 
     def figures(self) -> dict[str, float]:
         """See ``RankEngine``."""
@@ -141,10 +162,12 @@ class TunedEngine(RankEngine):
         rows, size = self.feed.heldout_rows, self.recipe.training.batch_size
         self.model.eval()
         loss_sum, count = 0.0, 0
-        for first in range(0, len(rows), size * self.place.world):
-            start = first + self.place.rank * size
+        mesh = self.place.mesh
+        for first in range(0, len(rows), size * mesh.num_samples):
+            start = first + mesh.sample_rank * size
             own = rows[start : start + size]
-            batch = self.feed.heldout.batch(own or rows[:1])  # a sharded forward needs all ranks
+            # A sharded forward needs all ranks.
+            batch = own_part(self.feed.heldout.batch(own or rows[:1]), mesh)
             loss = self._loss_sum(batch).item()
             if own:
                 loss_sum, count = loss_sum + loss, count + self.objective.count(batch)
@@ -155,6 +178,8 @@ class TunedEngine(RankEngine):
     @torch.no_grad()
     def sample(self, tokenizer: Any) -> str:
         """What the model writes after the recipe's prompt, the same on every rank; every rank calls."""
+        if self.place.mesh.cp is not None:
+            return "(ranks that share sequences write none; one process does: shardwright sample RUN)"
         config = self.recipe.sample
         torch.manual_seed(self.recipe.run.seed)
         self.model.eval()

@@ -41,7 +41,7 @@ class HeadLoss:
         forward more.
         """
         if self._head is not None and not self._is_tried:
-            self._try(inputs, targets)
+            self._try(inputs, **arguments)
         if self._head is None:
             return self._of_logits(inputs, targets, by_row, **arguments)
         return self._at_head(inputs, targets, by_row, **arguments)
@@ -88,14 +88,14 @@ class HeadLoss:
         return losses.view(targets.shape).sum(1) if by_row else losses
 
     @torch.no_grad()
-    def _try(self, inputs: Tensor, targets: Tensor) -> None:
+    def _try(self, inputs: Tensor, **arguments: Tensor) -> None:
         """Whether what the head returns is the model's loss: of the first tokens, as if all were learned."""
         self._is_tried = True
-        first = inputs[:1, :_PROBE]
+        first, first_of = inputs[:1, :_PROBE], {k: v[:1, :_PROBE] for k, v in arguments.items()}
         trains = self._model.training
         self._model.eval()
-        ours = self._at_head(first, first, False)
-        theirs = self._of_logits(first, first, False)
+        ours = self._at_head(first, first, False, **first_of)
+        theirs = self._of_logits(first, first, False, **first_of)
         self._model.train(trains)
         if not torch.allclose(ours, theirs, rtol=_EQUAL):
             self._head = None

@@ -3,6 +3,7 @@
 from shardwright.parallel.experts import expert_parallel, tokens_per_expert
 from shardwright.parallel.mesh import Mesh, mesh
 from shardwright.parallel.sequence import document_positions, shift_labels
+from shardwright.parallel.tensor import tensor_parallel
 from shardwright.parallel.ulysses import context_parallel, mean_over_tokens
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "mean_over_tokens",
     "mesh",
     "shift_labels",
+    "tensor_parallel",
     "tokens_per_expert",
 ]

@@ -332,6 +332,37 @@ class LaunchConfig(Section):
     )
 
 
+class MeshConfig(Section):
+    """What ranks share besides parameters: ranks = replicate x dp x cp x tp (see ``shardwright.mesh``)."""
+
+    dp: int = Field(
+        default=0,
+        ge=0,
+        description="ranks that read different sequences and share parameters; 0: what the others leave",
+    )
+    replicate: int = Field(
+        default=1, ge=1, description="copies of all shards; their ranks read different sequences too"
+    )
+    tp: int = Field(
+        default=1, ge=1, description="ranks that share each layer of a model of [base], by its own plan"
+    )
+    cp: int = Field(
+        default=1,
+        ge=1,
+        description="ranks that share each sequence; divides the heads and training.sequence_length",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_other_axis(cls, given: object) -> object:
+        if isinstance(given, dict) and (found := [key for key in ("ep", "pp") if key in given]):
+            raise ValueError(
+                f"{' and '.join(found)}: recipes share no experts and have no pipelines; take dp, cp or tp, "
+                "or write a script with shardwright.mesh (docs/mesh.md, docs/experts.md)"
+            )
+        return given
+
+
 class ScheduleConfig(keys_of(SchedulePolicy)):
     """When collectives are issued: see ``SchedulePolicy``. It changes times and memory, never a number."""
 
@@ -379,6 +410,7 @@ class Recipe(Section):
     heldout: HeldoutConfig = HeldoutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
+    mesh: MeshConfig = MeshConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     watch: WatchConfig = WatchConfig()
     track: TrackConfig = TrackConfig()
@@ -421,6 +453,37 @@ class Recipe(Section):
                 wrong.append("training.offload: the plan says what is offloaded; leave it out")
             if self.schedule != ScheduleConfig(transport=self.schedule.transport):
                 wrong.append("schedule: the plan has the policy; leave out all of [schedule] but transport")
+        wrong += self._unfit_for_mesh()
         if wrong:
             raise ValueError("\n  - ".join(wrong))
         return self
+
+    def _unfit_for_mesh(self) -> list[str]:
+        """What can't be trained as [mesh] says, with what to do instead."""
+        cp, tp, training, wrong = self.mesh.cp, self.mesh.tp, self.training, list[str]()
+        if self.mesh == MeshConfig():
+            return wrong
+        if self.launch.backend != "eager":
+            wrong.append('mesh: ranks share more than parameters on "eager" only; leave [mesh] out')
+        if training.plan:
+            wrong.append("mesh: a plan says how parameters are shared; leave [mesh] or training.plan out")
+        if training.sequence_length % cp:
+            wrong.append(
+                f"mesh.cp: {cp} ranks can't share training.sequence_length = {training.sequence_length} "
+                f"evenly; set it to {-(-training.sequence_length // cp) * cp}"
+            )
+        if not self.base.folder:
+            if tp > 1:
+                wrong.append("mesh.tp: it is for a model of [base]; take dp or cp")
+            if self.model.num_heads % cp:
+                wrong.append(
+                    f"mesh.cp: {cp} ranks can't share model.num_heads = {self.model.num_heads}; take a "
+                    "divisor of it"
+                )
+        if cp > 1 and training.loss != "cross-entropy":
+            wrong.append(
+                f"mesh.cp: training.loss = {training.loss!r} is made of whole sequences; leave cp out"
+            )
+        if tp > 1 and self.adapter.rank:
+            wrong.append("mesh.tp: adapters and encoded bases aren't shared by layers; leave tp out")
+        return wrong

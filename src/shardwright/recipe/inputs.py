@@ -3,30 +3,35 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from shardwright.errors import DataError, InputError
 from shardwright.files import is_size, parsed
 from shardwright.recipe.config import Recipe
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 _TOY = "runs/quickstart-llama"
 
 
 def check_inputs(recipe: Recipe) -> None:
     """Only asks the file system; for each process of a run, or the one that starts it.
 
-    Raises: InputError where ``base.folder`` is no folder, or its model has fewer positions than a sequence;
-    DataError where the file of a recipe for DPO, which nothing of ours makes, isn't there.
+    Raises: InputError where ``base.folder`` is no folder, or its model has fewer positions than a sequence,
+    or heads that ranks of [mesh] can't share; DataError where the file of a recipe for DPO, which nothing of
+    ours makes, isn't there.
     """
     folder, data = recipe.base.folder, recipe.data
     if not Path(folder).is_dir():
         raise InputError(f"base.folder = {folder!r}: no such folder; {_remedy(folder)}")
-    length, positions = recipe.training.sequence_length, _positions(Path(folder, "config.json"))
+    config = _config(Path(folder, "config.json"))
+    length, positions = recipe.training.sequence_length, _number(config, *_POSITIONS)
     if positions and length > positions:
         raise InputError(
             f"training.sequence_length = {length:,}, but the model of {folder} has {positions:,} positions "
             f"(config.json): set it to {positions:,} or less"
         )
+    _check_heads(recipe, config)
     is_file = data.path.endswith(".jsonl") and "://" not in data.path and not data.sources
     if recipe.training.loss == "dpo" and is_file and not Path(data.path).exists():
         raise DataError(
@@ -36,15 +41,35 @@ def check_inputs(recipe: Recipe) -> None:
         )
 
 
-def _positions(config: Path) -> int | None:
-    """How many the model of a folder has; None where its config doesn't say, or can't be read here."""
+def _check_heads(recipe: Recipe, config: dict[str, Any]) -> None:
+    """Raises: InputError where ranks of [mesh] can't share the heads of an attention."""
+    heads, tp = _number(config, "num_attention_heads", "n_head"), recipe.mesh.tp
+    of_each = f" of each of tp = {tp} ranks" if tp > 1 else ""
+    for key, size, number, what in (
+        ("tp", tp, heads, "heads"),
+        ("tp", tp, _number(config, "num_key_value_heads"), "key/value heads"),
+        ("cp", recipe.mesh.cp, heads and heads // tp, f"heads{of_each}"),
+    ):
+        if number and number % size:
+            fits = " or ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+            raise InputError(
+                f"mesh.{key} = {size}: {number} {what} of {recipe.base.folder} can't be shared evenly; "
+                f"{fits} would"
+            )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """That of a model's text; empty where it can't be read here."""
     try:
-        found = parsed(json.loads, config.read_text(encoding="utf-8"))
-        found = {**found, **(found.get("text_config") or {})}
+        found = parsed(json.loads, path.read_text(encoding="utf-8"))
+        return {**found, **(found.get("text_config") or {})}
     except (OSError, ValueError, AttributeError, TypeError):
-        return None  # what reads it for the model says why
-    given = [found.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")]
-    return next((each for each in given if is_size(each)), None)
+        return {}  # what reads it for the model says why
+
+
+def _number(config: dict[str, Any], *names: str) -> int | None:
+    """The first of these that says how many; None where none does."""
+    return next((each for each in map(config.get, names) if is_size(each)), None)
 
 
 def _remedy(folder: str) -> str:

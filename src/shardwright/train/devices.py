@@ -22,6 +22,11 @@ class DevicePlace:
         self._own = [device for device in processes.own_devices() if device < self.world]
 
     @property
+    def num_samples(self) -> int:
+        """See ``TrainingProcess``: all devices."""
+        return self.world
+
+    @property
     def is_first(self) -> bool:
         """Whether this is process 0."""
         return processes.is_first_process()

@@ -22,6 +22,7 @@ from shardwright.errors import ConfigError
 from shardwright.lora import trained_part
 from shardwright.module import FSDPModule
 from shardwright.observe.memory.report import Category, MemoryReport
+from shardwright.parallel import Mesh, context_parallel
 from shardwright.plan.file import OFFLOADS, Plan
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.recipe.config import OptimizerConfig, Recipe
@@ -50,6 +51,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
         fully_shard(model, plan=plan_of(recipe))
     else:
         _shard_by_blocks(model, recipe, place)
+    context_parallel(model, place.mesh)
     model.to_empty(device=place.device)
     model.reset_parameters(recipe.run.seed)
     return model
@@ -58,11 +60,11 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
 def _shard_by_blocks(model: Transformer, recipe: Recipe, place: RankPlace) -> None:
     options = policies_of(recipe)
     for block in model.blocks:
-        fully_shard(block, mesh=place.mesh, **options)
+        fully_shard(block, mesh=place.mesh.shard, **options)
     if model.head is not None:
-        fully_shard(model.embedding, mesh=place.mesh, **options)
-        fully_shard([model.norm, model.head], mesh=place.mesh, **options)
-    fully_shard(model, mesh=place.mesh, **options)
+        fully_shard(model.embedding, mesh=place.mesh.shard, **options)
+        fully_shard([model.norm, model.head], mesh=place.mesh.shard, **options)
+    fully_shard(model, mesh=place.mesh.shard, **options)
     assert isinstance(model, FSDPModule)
     model.set_schedule_policy(recipe.schedule.policy())
 
@@ -115,6 +117,15 @@ def opened(optimizer: Any) -> AbstractContextManager[None]:
     return optimizer.opened() if hasattr(optimizer, "opened") else nullcontext()
 
 
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, mesh: Mesh | None) -> Tensor:
+    """Mean nats per byte of this rank's part of the sequences; all parts are of one length."""
+    if mesh is None or mesh.cp is None:
+        return loss_of(model(inputs), targets)
+    part = mesh.split({"inputs": inputs, "targets": targets})
+    first = mesh.cp.get_local_rank() * part["inputs"].shape[1]
+    return loss_of(model(part["inputs"], first), part["targets"])
+
+
 @torch.no_grad()
 def heldout_loss(model: nn.Module, windows: Tensor, batch_size: int, place: RankPlace | None = None) -> float:
     """Mean nats per byte over ``windows`` (n, sequence_length + 1), dealt out in batches to the ranks.
@@ -122,7 +133,8 @@ def heldout_loss(model: nn.Module, windows: Tensor, batch_size: int, place: Rank
     Every rank calls and makes the same number of forwards (a sharded forward needs all ranks); one that has
     no window left repeats an old one with weight 0. Without ``place``: one process does them all.
     """
-    rank, world = (place.rank, place.world) if place else (0, 1)
+    rank, world = (place.mesh.sample_rank, place.num_samples) if place else (0, 1)
+    mesh = place.mesh if place else None
     device = place.device if place else torch.device("cpu")
     was_training = model.training
     model.eval()
@@ -132,7 +144,7 @@ def heldout_loss(model: nn.Module, windows: Tensor, batch_size: int, place: Rank
         batch = windows[start : start + batch_size]
         own = len(batch)
         inputs, targets = split_targets(to_device(batch if own else windows[:1], device))
-        loss = loss_of(model(inputs), targets).item()
+        loss = _loss(model, inputs, targets, mesh).item()
         loss_sum, count = loss_sum + loss * own, count + own
     model.train(was_training)
     if place:
@@ -180,7 +192,7 @@ class RankEngine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(recipe.optimizer, number, recipe.training.steps)
         # As a function of the step, random numbers need no state in the checkpoint, and none per rank.
-        own = (recipe.run.seed * 1_000_003 + number) * 65_537 + self.place.rank
+        own = self.place.mesh.seed((recipe.run.seed * 1_000_003 + number) * 65_537)
         torch.manual_seed(own % 2**64)  # torch takes no more bits
         self._steps += 1
         with self._watched():
@@ -243,7 +255,16 @@ class RankEngine(ABC):
             measured.at_rest_nbytes, measured.peak_unsharded_nbytes, alone_s
         )
         known = measured.exposed_s is not None
-        return Sizes(measured.param_numel, int(at_rest), measured.full_nbytes, int(peak), alone_s, known)
+        numel, full_nbytes = self.whole()
+        return Sizes(numel, int(at_rest), full_nbytes, int(peak), alone_s, known)
+
+    def whole(self) -> tuple[int, int]:
+        """Elements and bytes of all parameters, of which ``stats`` counts those of this rank's layers."""
+        measured = stats(self.model)
+        if self.place.mesh.tp is None:
+            return measured.param_numel, measured.full_nbytes
+        params = list(self.model.parameters())
+        return sum(p.numel() for p in params), sum(p.numel() * p.itemsize for p in params)
 
 
 class EagerEngine(RankEngine):
@@ -270,7 +291,7 @@ class EagerEngine(RankEngine):
             first = position + microbatch * self._batches.share.num_windows
             with self.getting_data():
                 inputs, targets = (to_device(part, device) for part in self._batches.at(first))
-            loss = loss_of(self.model(inputs), targets) / training.accumulation
+            loss = _loss(self.model, inputs, targets, self.place.mesh) / training.accumulation
             loss.backward()
             total += loss.detach()
         return total

@@ -33,11 +33,15 @@ class Reading:
 class TrainingProcess(Protocol):
     """Where this process stands among those that train, and the few numbers that they exchange.
 
-    world: ranks, each with a ``batch_size`` of its own. device: kind and number of threads or so, for people.
+    world: ranks. num_samples: of these, those that have a ``batch_size`` of their own; others read the same
+    sequences as one of them. device: kind and number of threads or so, for people.
     """
 
     @property
     def world(self) -> int: ...
+
+    @property
+    def num_samples(self) -> int: ...
 
     @property
     def device_type(self) -> str: ...

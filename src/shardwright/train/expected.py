@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from shardwright.errors import InputError
 from shardwright.observe.memory.report import Category
 from shardwright.plan.memory import HeldBytes, Sharding, memory, peak
 from shardwright.plan.predict import Choice, workload_of
@@ -26,6 +27,9 @@ def peak_of(recipe: Recipe, place: TrainingProcess, work: Workload, policy: Sche
 
     work: one microbatch. Not counted: Python and libraries, the data, and what an evaluation or a save takes.
     """
+    mesh = recipe.mesh
+    if (mesh.replicate, mesh.tp, mesh.cp) != (1, 1, 1):
+        raise InputError("what ranks of replicate, tp or cp hold has no price")
     runs = replace(preset("shardwright"), policy=policy)
     precision, on_host = precision_of(recipe), place.device_type == "cpu"
     itemsize = precision.sum_dtype(torch.float32, precision.param_dtype or torch.float32).itemsize

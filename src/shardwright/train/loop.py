@@ -199,7 +199,7 @@ class Loop:
         started, exposed_s = clock.perf_counter(), self.engine.exposed_s or 0.0
         step = progress.step + 1
         reading = self.engine.step(step, progress.position)
-        windows = self.engine.place.world * training.batch_size * training.accumulation
+        windows = self.engine.place.num_samples * training.batch_size * training.accumulation
         progress.step = step
         progress.tokens += self.engine.tokens(progress.position, progress.position + windows)
         progress.position += windows

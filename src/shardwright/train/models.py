@@ -23,10 +23,11 @@ from shardwright.train.flops import flops_per_token
 VOCABULARY = 256
 
 
-def rotary_angles(length: int, head_dim: int, theta: float, like: Tensor) -> Tensor:
-    """cos and sin, stacked: (2, length, head_dim / 2), in the dtype and on the device of ``like``."""
+def rotary_angles(length: int, head_dim: int, theta: float, like: Tensor, first: int = 0) -> Tensor:
+    """cos and sin of ``length`` positions from ``first`` on, stacked: (2, length, head_dim / 2), in the dtype
+    and on the device of ``like``."""
     exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    positions = torch.arange(length, device=like.device, dtype=torch.float32)
+    positions = torch.arange(first, first + length, device=like.device, dtype=torch.float32)
     angles = torch.outer(positions, theta**-exponents)
     return torch.stack((angles.cos(), angles.sin())).to(like.dtype)
 
@@ -102,11 +103,11 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(config.dim)
         self.head = None if config.tied_embedding else nn.Linear(config.dim, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """int64 (b, t) -> logits (b, t, 256)."""
+    def forward(self, tokens: Tensor, first: int = 0) -> Tensor:
+        """int64 (b, t) -> logits (b, t, 256). first: the place of the first token in its sequence."""
         x = self.embedding(tokens)
         head_dim = self.config.dim // self.config.num_heads
-        rotary = rotary_angles(tokens.shape[1], head_dim, self.config.rope_theta, x)
+        rotary = rotary_angles(tokens.shape[1], head_dim, self.config.rope_theta, x, first)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, rotary, use_reentrant=False)

@@ -28,15 +28,23 @@ class Norms:
 
 @torch.no_grad()
 def clip(model: nn.Module, max_norm: float) -> Norms:
-    """``torch.nn.utils.clip_grad_norm_`` over a model's parameters, by the same operations."""
-    trained = [(name, param) for name, param in model.named_parameters() if param.grad is not None]
-    if not trained:
+    """``torch.nn.utils.clip_grad_norm_`` over a model's parameters, by the same operations. Those that ranks
+    share by tensor parallelism are on another mesh."""
+    meshes: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            meshes.setdefault(getattr(param.grad, "device_mesh", None), []).append((name, param))
+    if not meshes:
         return Norms([], torch.zeros(0), torch.tensor(0.0))
-    grads: Any = [param.grad for _, param in trained]
-    each = torch.stack(list(foreach_norm(grads, 2.0)))
+    norms = []
+    for trained in meshes.values():
+        grads: Any = [param.grad for _, param in trained]
+        norms.append(torch.stack(list(foreach_norm(grads, 2.0))))
+    each = norms[0] if len(norms) == 1 else torch.cat([_whole(norm) for norm in norms])
     total = torch.linalg.vector_norm(each, 2.0)
-    torch.nn.utils.clip_grads_with_norm_([param for _, param in trained], max_norm, total)
-    return Norms([name for name, _ in trained], each, total)
+    for trained in meshes.values():  # one scale for all of them
+        torch.nn.utils.clip_grads_with_norm_([param for _, param in trained], max_norm, total)
+    return Norms([name for trained in meshes.values() for name, _ in trained], each, total)
 
 
 def _whole(value: Tensor) -> Tensor:

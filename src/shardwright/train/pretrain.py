@@ -39,7 +39,7 @@ class Pretraining:
         self.windows = heldout_windows(
             self.corpus.heldout, training.sequence_length, recipe.heldout.num_windows
         )
-        sequences = place.world * training.batch_size * training.accumulation
+        sequences = place.num_samples * training.batch_size * training.accumulation
         self.epoch_steps = max(1, self.batches[0].num_windows // sequences)
         self.recipe = recipe.model_copy(update={"training": steps_of(training, self.epoch_steps)})
 

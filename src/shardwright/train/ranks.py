@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright import clock
 from shardwright.checkpoint import StopRequest
@@ -29,7 +28,8 @@ from shardwright.engine.listeners import listeners
 from shardwright.errors import CheckpointError, ConfigError, DataError, InputError
 from shardwright.observe.watch.lifecycle import keep_watch, leave, set_watch
 from shardwright.observe.watch.status_exchange import store_address
-from shardwright.recipe.config import LaunchConfig, Recipe
+from shardwright.parallel.mesh import Mesh, mesh
+from shardwright.recipe.config import LaunchConfig, MeshConfig, Recipe
 from shardwright.train.launch import (
     CLOSED_PIPE,
     CPU_RANKS,
@@ -49,17 +49,22 @@ _MEETING_S = 0.1
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A ``TrainingProcess`` that is one rank: which one, on which device, and the 1-D mesh of all ranks."""
+    """A ``TrainingProcess`` that is one rank: which one, on which device, and what it shares with which."""
 
     rank: int
     world: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: Mesh
 
     @property
     def device_type(self) -> str:
         """As ``cpu`` or ``cuda``."""
         return self.device.type
+
+    @property
+    def num_samples(self) -> int:
+        """See ``TrainingProcess``."""
+        return self.mesh.num_samples
 
     @property
     def is_first(self) -> bool:
@@ -72,8 +77,8 @@ class RankPlace:
         return store_address() if self.world > 1 else ""
 
     def shares(self, batch_size: int) -> list[Share]:
-        """The one share of this rank."""
-        return [Share(self.rank, self.world, batch_size)]
+        """The one share of this rank; the same on ranks that share sequences or layers."""
+        return [Share(self.mesh.sample_rank, self.num_samples, batch_size)]
 
     def total(self, *values: float) -> list[float]:
         """The sums over all ranks of each value. Every rank calls."""
@@ -177,6 +182,14 @@ def choose_device(config: LaunchConfig, local_ranks: int) -> str:
     return kind
 
 
+def mesh_of(config: MeshConfig, device_type: str) -> Mesh:
+    """The mesh that [mesh] says, of all ranks; every rank calls.
+
+    Raises: InputError where its sizes don't make up the ranks that there are.
+    """
+    return mesh(config.dp or -1, config.replicate, tp=config.tp, cp=config.cp, device_type=device_type)
+
+
 @contextmanager
 def joined(recipe: Recipe) -> Iterator[RankPlace]:
     """Join the other ranks for the length of the block (every rank enters), under ``timeout_s``, and keep
@@ -201,7 +214,7 @@ def joined(recipe: Recipe) -> Iterator[RankPlace]:
     set_watch(recipe.watch.policy())
     keep_watch()
     try:
-        yield RankPlace(rank, world, device, init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
+        yield RankPlace(rank, world, device, mesh_of(recipe.mesh, kind))
     except BaseException as error:
         listeners.amend(error)
         leave(error)  # while the store is there for a note

@@ -84,13 +84,13 @@ def _train(
     check_storage(folder, place)
     recipe, start = resolved.recipe, choose(folder, place, resolved.recipe.run.resume)
     if start:
-        recipe = with_saved_batch(recipe, step_folder(folder.checkpoint, start.step), place.world)
+        recipe = with_saved_batch(recipe, step_folder(folder.checkpoint, start.step), place.num_samples)
     job = prepare(recipe, place)
     _announce(screen, job, place)
     expected = _expected_peak(screen, job) if place.is_first else None
     engine = job.engine()  # which may change the recipe, where its model can't do what that says
     loop, training = Loop(job.recipe, engine, job.epoch_steps), job.recipe.training
-    kept = {"identity": job.identity, "batch": batch_of(recipe, resolved.recipe, place.world)}
+    kept = {"identity": job.identity, "batch": batch_of(recipe, resolved.recipe, place.num_samples)}
     if start:
         restore(folder, loop, screen, job.identity, start)
         if loop.is_done and folder.summary.exists():
@@ -153,11 +153,12 @@ def _claim(folder: RunFolder, place: TrainingProcess, *, make: bool) -> None:
 def _announce(screen: Screen, job: Job, place: TrainingProcess) -> None:
     for line in job.opening():
         screen.say(line)
-    training = job.recipe.training
-    global_batch = place.world * training.batch_size * training.accumulation
+    training, samples = job.recipe.training, place.num_samples
+    ranks = "ranks" if samples == place.world else "set(s) of ranks"
+    global_batch = samples * training.batch_size * training.accumulation
     screen.say(
         f"ranks: {place.world} on {place.device_type}, {torch.get_num_threads()} thread(s) each; global "
-        f"batch: {place.world} ranks x {training.batch_size} x {training.accumulation} microbatch(es) = "
+        f"batch: {samples} {ranks} x {training.batch_size} x {training.accumulation} microbatch(es) = "
         f"{global_batch} sequences of up to {training.sequence_length}; an epoch is {job.epoch_steps} steps"
     )
 
