@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import InputError
 from shardwright.quantized import ENCODINGS, encodings
 from shardwright.quantized.codec import Encoding, encode_entries, scales_name
-from shardwright.torch_private import parameters_of
+from shardwright.torch_private import parameters_of, tree_map
 
 _ADDED = "_shardwright_added"
 _READS = "_shardwright_reads"
@@ -175,7 +175,7 @@ def _read(module: nn.Module, name: str) -> Any:
     if key not in read:  # once in a forward: experts may read theirs one after another
         parts = stored, scales, factors
         weight = read[key] = _make(encoding, *parts, slice(None))
-        kept = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, parts)
+        kept = tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, parts)
         made[weight.untyped_storage().data_ptr()] = _Source(weight.detach(), partial(_make, encoding, *kept))
     return read[key]
 
