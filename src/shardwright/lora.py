@@ -120,7 +120,8 @@ class LoraStacked:
         return is_transposed(self.module, self.name)
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """See ``Added``. Raises: StageError where experts are gathered without their adapter."""
+        """Two factors [experts, ., rank] and [experts, rank, .], and what their product is multiplied by;
+        None: nothing is added now. Raises: StageError where experts are gathered without their adapter."""
         if self.is_off:
             return None
         a, b = self.lora_A.weight, self.lora_B.weight
@@ -666,7 +667,8 @@ def _merge(layer: LoraLinear | LoraStacked) -> None:
         set_added(module, others)
         if not others:
             del module.lora_A, module.lora_B
-            vars(module)["_modules"].pop("base_layer", None)
+            if hasattr(module, "base_layer"):
+                del module.base_layer
         return
     if layer.lora.dora:
         del layer.lora_magnitude_vector

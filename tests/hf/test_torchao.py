@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import checkpoint, fully_shard, set_transport, stats
+from shardwright import checkpoint, full_state_dict, fully_shard, set_transport, stats
 from shardwright.errors import InputError
 from shardwright.lora import Lora, add_lora
 from shardwright.torch_private import local_of
@@ -127,6 +127,14 @@ def test_packed_weights_are_in_checkpoints(rank, kind, tmp_path):
     assert not torch.equal(other(batch(rank)), expected)
     checkpoint.load(tmp_path / "step", model=other)
     assert torch.equal(other(batch(rank)), expected)
+
+
+@KINDS
+@on_ranks(2, 3)
+def test_packed_weights_are_whole_in_full_state_dicts(rank, kind):
+    whole, alone = full_state_dict(shard(build(kind))), build(kind)
+    for name, part in parts(alone[0].weight).items() if rank == 0 else ():
+        assert torch.equal(getattr(whole["0.weight"], name).view(torch.uint8), part.view(torch.uint8))
 
 
 @on_ranks(2)

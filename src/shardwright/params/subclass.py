@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError, StageError
 from shardwright.params.binding import POST, PRE, RELEASE, Buffer, is_extended, packs
@@ -256,6 +257,21 @@ class ExtendedParam(ShardedParam):
                 "outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
         return pre(mesh, self.spec.shape, self.spec.stride, self.sites[0].module, policy)
+
+    def whole(self) -> torch.Tensor:
+        """All of the weight, at rest; every rank of its mesh calls it."""
+        sharded: Any = self.sharded
+        local: Any = self.local
+        if hasattr(local, PRE):
+            return sharded.full_tensor().detach()
+        parts = []
+        for name, (shape, _) in self._packed.items():
+            rows = _bits_of_rows(getattr(local, name))
+            size, stride = torch.Size((shape[0], rows.shape[1])), (rows.shape[1], 1)
+            mesh, placements = sharded.device_mesh, sharded.placements
+            part = DTensor.from_local(rows, mesh, placements, run_check=False, shape=size, stride=stride)
+            parts.append(part.full_tensor())
+        return self._put_together(parts, local.__tensor_flatten__(), sharded.dtype)[0]
 
     def _put_together(self, outputs: Any, metadata: Any, dtype: torch.dtype, out: Any = None) -> Any:
         """The second method of a class that has none: its tensors are views of what arrived."""

@@ -10,7 +10,7 @@ The module's class becomes a subclass with a property for each such weight; its 
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,13 +23,6 @@ from shardwright.torch_private import parameters_of, tree_map
 
 _ADDED = "_shardwright_added"
 _READS = "_shardwright_reads"
-
-
-class Added(Protocol):
-    """What is added to a weight: a product of two factors [..., rows, rank] and [..., rank, cols]."""
-
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """Both factors and what their product is multiplied by; None: nothing is added now."""
 
 
 class _Source(NamedTuple):
@@ -111,7 +104,7 @@ def encoded_class(cls: type, encoded: tuple[str, ...], adapted: tuple[str, ...] 
 
 
 def added_to(module: nn.Module) -> dict[str, Any]:
-    """What is added to weights of this very module (``Added``), by name."""
+    """What is added to weights of this very module (``LoraStacked``), by name."""
     return module.__dict__.get(_ADDED, {})
 
 
