@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.engine.groups.decoding import EncodedPair, pairs_in
 from shardwright.params.param import ShardedParam
-from shardwright.params.subclass import ExtendedParam, copied
+from shardwright.params.subclass import copied
 from shardwright.transport.collect import WINDOW_NBYTES
 from shardwright.transport.cpu.pages import pages_of_its_own
 
@@ -112,7 +112,8 @@ def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.T
     """The whole of a tensor that isn't gathered from plain shards."""
     if param is not None and param.inner is None and not param.extended:  # not sharded
         return param.local.detach().to("cpu", copy=True) if param.axis.rank == dst else None
-    if isinstance(param, ExtendedParam):
-        return copied(param.fqn, param.whole()).to("cpu")
+    if param is not None and param.extended:
+        extended: Any = param
+        return copied(param.fqn, extended.whole()).to("cpu")
     whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
     return whole.to("cpu", copy=True)
