@@ -7,6 +7,10 @@ trainable vector, at first those of the weight::
 
     y = x W'^T + b          W' = magnitude * (W + scaling * B A) / |W + scaling * B A|
 
+A 3-D parameter, in which experts are stacked, reads as the sum, as peft's ``target_parameters`` have it::
+
+    W_e + scaling * B_e A_e         A [experts * rank, in], B [out, rank * experts]
+
 The layer keeps its name and its weight's; ``lora_A`` and ``lora_B`` are modules inside of it, so a base loads
 as before and a base that ``quantize_`` has encoded works the same. Files are peft's.
 """
@@ -15,8 +19,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -31,13 +36,14 @@ from shardwright.checkpoint.agree import ranks
 from shardwright.checkpoint.live import Whole
 from shardwright.engine.building.grouping import hints_of
 from shardwright.engine.unit import units_in
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import CheckpointError, InputError, StageError
 from shardwright.extras import from_extra
 from shardwright.files import json_file, opened, reading
 from shardwright.module import FSDPModule
 from shardwright.policy import Lora
 from shardwright.quantized import encodings
-from shardwright.quantized.module import encoded_class, own_class
+from shardwright.quantized.codec import scales_name
+from shardwright.quantized.module import added_to, become, own_class, set_added
 from shardwright.torch_private import look_up_again, parameters_of
 
 with from_extra("checkpoint"):
@@ -84,8 +90,54 @@ class LoraLinear(nn.Linear):
         return output + ((factor - 1) * plain + factor * product).to(output.dtype)
 
 
+@dataclass(eq=False)
+class LoraStacked:
+    """The adapter of a 3-D parameter, ``name`` of ``module``. Made by ``add_lora``.
+
+    holder: has ``lora_A`` and ``lora_B``: the module itself, or for all but its last parameter a
+        ``base_layer`` in it (and so on), since peft nests them.
+    """
+
+    module: nn.Module
+    name: str
+    holder: Any
+    lora: Lora
+    is_off: bool = False
+
+    @property
+    def lora_A(self) -> nn.Linear:
+        """Its weight: [experts * rank, in]."""
+        return self.holder.lora_A
+
+    @property
+    def lora_B(self) -> nn.Linear:
+        """Its weight: [out, rank * experts]."""
+        return self.holder.lora_B
+
+    @property
+    def transposed(self) -> bool:
+        """See ``is_transposed``."""
+        return is_transposed(self.module, self.name)
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Two factors [experts, ., rank] and [experts, rank, .], and what their product is multiplied by;
+        None: nothing is added now. Raises: StageError where experts are gathered without their adapter."""
+        if self.is_off:
+            return None
+        a, b = self.lora_A.weight, self.lora_B.weight
+        if isinstance(a, DTensor) or isinstance(b, DTensor):
+            raise StageError(
+                f"the adapter of {self.name!r} isn't gathered with it: call fully_shard on the module that "
+                "has the parameter or one around it, and not on lora_A, lora_B or base_layer"
+            )
+        return (*_factors(a, b, len(a) // self.lora.rank, self.transposed), self.lora.scaling)
+
+
+Adapters = Mapping[str, LoraLinear | LoraStacked]
+
+
 def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> list[str]:
-    """Freeze a model and give each ``nn.Linear`` that ``lora`` names an adapter, in place.
+    """Freeze a model and give what ``lora`` names an adapter, in place: each ``nn.Linear`` and 3-D parameter.
 
     Call it before ``fully_shard``, and before or after ``quantize_``. A is drawn as ``nn.Linear`` is, B is
     zeros: at first nothing changes.
@@ -96,10 +148,11 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
         dtype: of the adapters; None: of a layer's weight, before it was quantised.
 
     Returns:
-        The names of the layers with an adapter.
+        The names of the layers with an adapter, and of the 3-D parameters.
 
     Raises:
-        InputError: a target matches nothing, or the model is sharded. Nothing is changed then.
+        InputError: a target matches nothing, or the model is sharded; 3-D parameters with dropout or DoRA, or
+            of a module around another layer with an adapter (peft has neither). Nothing is changed then.
 
     Examples:
         >>> from shardwright.lora import Lora, add_lora
@@ -111,11 +164,13 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
     """
     if units_in(model):
         raise InputError("the model is sharded already; call add_lora before fully_shard")
-    chosen = _chosen(model, lora)
+    layers, stacked = _chosen(model, lora)
     model.requires_grad_(False)
-    for layer in chosen.values():
+    for layer in layers.values():
         _adapt(layer, lora, dtype)
-    return list(chosen)
+    for path, names in stacked.items():
+        _adapt_stacked(model.get_submodule(path), names, lora, dtype)
+    return [*layers, *(_joined(path, name) for path, names in stacked.items() for name in names)]
 
 
 def merge_lora(model: nn.Module, requantise: bool = False) -> None:
@@ -139,7 +194,7 @@ def merge_lora(model: nn.Module, requantise: bool = False) -> None:
     layers = adapters_in(model)
     if not layers:
         raise InputError(f"{type(model).__name__} has no adapters; nothing to merge")
-    quantised = [name for name, layer in layers.items() if "weight" in encodings(layer)]
+    quantised = [name for name, layer in layers.items() if _encoding(layer) is not None]
     if quantised and not requantise:
         raise InputError(
             f"{quantised[0]!r} is quantised, merging rounds it anew: "
@@ -149,8 +204,8 @@ def merge_lora(model: nn.Module, requantise: bool = False) -> None:
         _merge(layer)
 
 
-def adapters_in(model: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with an adapter. Local.
+def adapters_in(model: nn.Module) -> dict[str, LoraLinear | LoraStacked]:
+    """The layers with an adapter, and the adapters of 3-D parameters by the parameters' names. Local.
 
     Args:
         model: sharded or not.
@@ -158,7 +213,12 @@ def adapters_in(model: nn.Module) -> dict[str, LoraLinear]:
     Returns:
         Name -> layer.
     """
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    found: dict[str, LoraLinear | LoraStacked] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            found[path] = module
+        found |= {_joined(path, name): adapter for name, adapter in added_to(module).items()}
+    return found
 
 
 def adapter_names(model: nn.Module) -> set[str]:
@@ -199,7 +259,7 @@ def reset_adapters(model: nn.Module) -> None:
     unknown = [
         name
         for name, layer in adapters_in(model).items()
-        if layer.lora.dora and layer.lora_magnitude_vector.is_meta
+        if isinstance(layer, LoraLinear) and layer.lora.dora and layer.lora_magnitude_vector.is_meta
     ]
     for name, layer in adapters_in(model).items():
         for part in (layer.lora_A, layer.lora_B):
@@ -212,7 +272,7 @@ def reset_adapters(model: nn.Module) -> None:
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
                 nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
             _replace(part, "weight", full)
-        if name in unknown:
+        if isinstance(layer, LoraLinear) and name in unknown:
             _replace(
                 layer, _MAGNITUDE, torch.ones(layer.out_features, dtype=layer.lora_magnitude_vector.dtype)
             )
@@ -277,7 +337,7 @@ def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) 
     for unit in units:
         unit.runtime.rest()
     tensors = {_PREFIX + name: _whole(param) for name, param in _parts(layers).items()}
-    config = _config_of(model, next(iter(layers.values())).lora, list(layers), base)
+    config = _config_of(model, layers, base)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     if units:
         ranks().arrive("save_adapter")
@@ -286,8 +346,10 @@ def save_adapter(folder: str | Path, model: nn.Module, base: str | None = None) 
         _write(folder, config, tensors)
 
 
-def _config_of(model: nn.Module, lora: Lora, targets: list[str], base: str | None) -> dict[str, Any]:
+def _config_of(model: nn.Module, layers: Adapters, base: str | None) -> dict[str, Any]:
     """adapter_config.json. A model that generates has a task, by which peft finds the class to load it."""
+    lora = next(iter(layers.values())).lora
+    stacked = sorted(name for name, layer in layers.items() if isinstance(layer, LoraStacked))
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": base,
@@ -296,7 +358,8 @@ def _config_of(model: nn.Module, lora: Lora, targets: list[str], base: str | Non
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "target_modules": sorted(targets),
+        "target_modules": sorted(layers.keys() - stacked),
+        "target_parameters": stacked or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -318,7 +381,8 @@ def read_lora(folder: str | Path) -> Lora:
     path = Path(folder, ADAPTER_CONFIG)
     with reading(path, "a readable adapter"):
         config = json_file(path, "a readable adapter")
-        targets: Sequence[str] = config["target_modules"]
+        targets: Sequence[str] = config["target_modules"] or ()
+        stacked: Sequence[str] = config.get("target_parameters") or ()
         rank, alpha = config["r"], config["lora_alpha"]
     other = [k for k in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(k)]
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or other:
@@ -327,7 +391,7 @@ def read_lora(folder: str | Path) -> Lora:
         raise CheckpointError(f"{path}: target_modules is a regular expression ({targets!r}); list the names")
     dropout, rslora = config.get("lora_dropout", 0.0), config.get("use_rslora", False)
     with reading(path, "a readable adapter"):
-        return Lora(tuple(targets), rank, alpha, dropout, rslora, bool(config.get("use_dora", False)))
+        return Lora((*targets, *stacked), rank, alpha, dropout, rslora, bool(config.get("use_dora", False)))
 
 
 def base_of_adapter(folder: str | Path) -> str:
@@ -373,45 +437,80 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
 
 
-def _parts(layers: dict[str, LoraLinear]) -> dict[str, nn.Parameter]:
+def parts_of(layer: LoraLinear | LoraStacked) -> dict[str, nn.Parameter]:
+    """What is trained of an adapter, by the ends of its names in files. Local."""
+    found = {f"{part}.weight": getattr(layer, part).weight for part in ("lora_A", "lora_B")}
+    return found | ({_MAGNITUDE: getattr(layer, _MAGNITUDE)} if layer.lora.dora else {})
+
+
+def _parts(layers: Adapters) -> dict[str, nn.Parameter]:
     """What is trained, under peft's names."""
-    found = {}
-    for name, layer in layers.items():
-        found |= {f"{name}.{part}.weight": getattr(layer, part).weight for part in ("lora_A", "lora_B")}
-        if layer.lora.dora:
-            found[f"{name}.{_MAGNITUDE}"] = layer.lora_magnitude_vector
+    nested = _nested(name for name, layer in layers.items() if isinstance(layer, LoraStacked))
+    return {
+        _joined(nested.get(name, name), end): param
+        for name, layer in layers.items()
+        for end, param in parts_of(layer).items()
+    }
+
+
+def _nested(stacked: Iterable[str]) -> dict[str, str]:
+    """Where peft nests the adapters of 3-D parameters: name -> a module's name. In each module the first
+    parameter's is the innermost."""
+    found: dict[str, str] = {}
+    inner: dict[str, str] = {}
+    for name in reversed([*stacked]):
+        path = name.rpartition(".")[0]
+        found[name] = inner[path] = _joined(inner[path], "base_layer") if path in inner else path
     return found
 
 
-def merged_weight(weight: torch.Tensor, lora: Lora, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """``weight`` [out, in] with its adapter added, float32. parts: the adapter's tensors, by the ends of
-    their names in files (``lora_A.weight`` and so on). Method: as peft's ``merge``, before it rounds."""
-    merged = _sum(weight, parts["lora_A.weight"], parts["lora_B.weight"], lora.scaling)
+def merged_weight(
+    weight: torch.Tensor, lora: Lora, parts: Mapping[str, torch.Tensor], transposed: bool = False
+) -> torch.Tensor:
+    """``weight`` [out, in] or [experts, out, in] with its adapter added, float32. parts: the adapter's
+    tensors, by the ends of their names in files (``lora_A.weight`` and so on). transposed: experts lie as
+    [in, out]. Method: as peft's ``merge``, before it rounds."""
+    merged = _sum(weight, parts["lora_A.weight"], parts["lora_B.weight"], lora.scaling, transposed)
     if lora.dora:
         merged *= (parts["lora_magnitude_vector"].float() / merged.norm(dim=1)).unsqueeze(1)
     return merged
 
 
-def adapter_parts(folder: str | Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of an adapter in peft's form, by the layer's name and the ends of their own (as
-    ``merged_weight`` takes them). Raises: CheckpointError where they can't be read."""
-    path = Path(folder, _WEIGHTS)
+def adapter_parts(folder: str | Path, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of an adapter in peft's form for ``model``, by the weight's name and the ends of their own
+    (as ``merged_weight`` takes them). Raises: CheckpointError where they can't be read."""
+    path, lora = Path(folder, _WEIGHTS), read_lora(folder)
     tensors = _tensors_of(path)
+    stacked = [n for n in _stacked_in(model) if any(_matches(target, n) for target in lora.targets)]
+    weights = {nested: name for name, nested in _nested(stacked).items()}
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.(lora_[AB]\.weight|lora_magnitude_vector)", name)
         if found is None:
             raise CheckpointError(f"{path}: {name!r} is no part of a LoRA adapter on linear layers")
-        layers.setdefault(found[1], {})[found[2]] = tensor
+        layers.setdefault(weights.get(found[1], f"{found[1]}.weight"), {})[found[2]] = tensor
     for name, parts in layers.items():
         if not {"lora_A.weight", "lora_B.weight"} <= parts.keys():
             raise CheckpointError(f"{path}: the adapter of {name!r} has only {', '.join(parts)}")
     return layers
 
 
-def _sum(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Weight and product, float32 [out, in]."""
-    return weight.float() + b.float() @ a.float() * scaling
+def _sum(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, transposed: bool = False
+) -> torch.Tensor:
+    """Weight and product, float32, of the weight's shape."""
+    left, right = (b, a) if weight.ndim == 2 else _factors(a, b, len(weight), transposed)
+    return weight.float() + left.float() @ right.float() * scaling
+
+
+def _factors(
+    a: torch.Tensor, b: torch.Tensor, experts: int, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What multiplies to the products of stacked experts: [experts, ., rank] and [experts, rank, .]. In A an
+    expert's rows lie together, in B the columns of a rank: peft's order."""
+    a = a.unflatten(0, (experts, -1))
+    b = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    return (a.mT, b.mT) if transposed else (b, a)
 
 
 def _lengths(layer: LoraLinear) -> torch.Tensor:
@@ -421,22 +520,63 @@ def _lengths(layer: LoraLinear) -> torch.Tensor:
         return _sum(layer.weight, a, b, layer.lora.scaling).norm(dim=1)
 
 
-def _chosen(model: nn.Module, lora: Lora) -> dict[str, nn.Module]:
-    """The layers that get an adapter. Raises: InputError where a target matches none of them."""
+def _chosen(model: nn.Module, lora: Lora) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The layers that get an adapter, and the 3-D parameters by the paths of their modules. Raises:
+    InputError where a target matches nothing, or peft has no such adapter."""
     layers = {name: m for name, m in model.named_modules() if own_class(type(m)) is nn.Linear}
-    head, found = hints_of(model).head, set[str]()
+    stacked, head, found = _stacked_in(model), hints_of(model).head, set[str]()
     for target in lora.targets:
         if target == "auto":
             names = {name for name, layer in layers.items() if name != head and not _is_router(name, layer)}
         else:
-            names = {n for n in layers if f".{n}".endswith(f".{target}") or fnmatchcase(n, target)}
+            names = {name for name in (*layers, *stacked) if _matches(target, name)}
         if not names:
             raise InputError(
-                f"target {target!r} matches no nn.Linear of this {type(model).__name__}; it has, for example "
-                f"{sorted({name.rpartition('.')[2] for name in layers})[:10]}"
+                f"target {target!r} matches no nn.Linear or 3-D parameter of this {type(model).__name__}; it "
+                f"has, for example {sorted({name.rpartition('.')[2] for name in (*layers, *stacked)})[:10]}"
             )
         found |= names
-    return {name: layer for name, layer in layers.items() if name in found}
+    layers = {name: layer for name, layer in layers.items() if name in found}
+    chosen: dict[str, list[str]] = {}
+    for name in (name for name in stacked if name in found):
+        path, _, own = name.rpartition(".")
+        chosen.setdefault(path, []).append(own)
+        if lora.dropout or lora.dora:
+            raise InputError(
+                f"{name!r} is a 3-D parameter, whose adapters have no dropout and no DoRA (as in peft): set "
+                "both off, or leave it out of Lora.targets"
+            )
+    for path in chosen:
+        inside = [n for n in (*layers, *chosen) if n != path and n.startswith(path and f"{path}.")]
+        if inside:
+            raise InputError(
+                f"{inside[0]!r} lies in {path!r}, whose {chosen[path][0]!r} is to have an adapter, and peft "
+                "names it otherwise then: leave one of them out of Lora.targets"
+            )
+    return layers, chosen
+
+
+def _matches(target: str, name: str) -> bool:
+    return f".{name}".endswith(f".{target}") or fnmatchcase(name, target)
+
+
+def _stacked_in(model: nn.Module) -> list[str]:
+    """Names of the 3-D parameters that can have an adapter: of experts, say, and not of convolutions."""
+    found = []
+    for path, module in model.named_modules():
+        encoded = encodings(module)
+        if added_to(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+            continue
+        scales = {scales_name(name, encoding.codec) for name, encoding in encoded.items()}
+        for name, param in parameters_of(module).items():
+            floating = param is not None and param.is_floating_point() and name not in scales
+            if param is not None and param.ndim == 3 and (floating or name in encoded):
+                found.append(_joined(path, name))
+    return found
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _is_router(name: str, layer: Any) -> bool:
@@ -446,46 +586,94 @@ def _is_router(name: str, layer: Any) -> bool:
     return (last in ("gate", "router") or last.endswith("_gate")) and layer.out_features < layer.in_features
 
 
-def _become(layer: nn.Module, cls: type) -> None:
-    names = tuple(encodings(layer))
-    layer.__class__ = encoded_class(cls, names) if names else cls
+def _base(layer: LoraLinear | LoraStacked) -> tuple[Any, str]:
+    """The module and the name of the weight beside which an adapter is."""
+    return (layer.module, layer.name) if isinstance(layer, LoraStacked) else (layer, "weight")
 
 
-def _stored(layer: nn.Module) -> torch.Tensor:
-    """The weight, or its codes."""
-    weight = parameters_of(layer)["weight"]
+def _encoding(layer: LoraLinear | LoraStacked) -> Any:
+    module, name = _base(layer)
+    return encodings(module).get(name)
+
+
+def stored_weight(layer: LoraLinear | LoraStacked) -> torch.Tensor:
+    """The weight beside which an adapter is, or its codes. Local."""
+    module, name = _base(layer)
+    weight = parameters_of(module)[name]
     assert weight is not None
     return weight
 
 
+def _of_base(
+    module: nn.Module, name: str, dtype: torch.dtype | None
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The shape of a weight and what layers beside it are made with."""
+    stored, encoding = parameters_of(module)[name], encodings(module).get(name)
+    assert stored is not None
+    held = stored if encoding is None else encoding
+    return tuple(held.shape), {"bias": False, "device": stored.device, "dtype": dtype or held.dtype}
+
+
+def _give(holder: Any, in_features: int, out_features: int, rank: int, options: dict[str, Any]) -> None:
+    holder.lora_A = nn.Linear(in_features, rank, **options)
+    holder.lora_B = nn.Linear(rank, out_features, **options)
+    nn.init.zeros_(holder.lora_B.weight)
+
+
 def _adapt(layer: Any, lora: Lora, dtype: torch.dtype | None) -> None:
-    encoding, stored = encodings(layer).get("weight"), _stored(layer)
-    dtype = dtype or (stored.dtype if encoding is None else encoding.dtype)
-    options: dict[str, Any] = {"bias": False, "device": stored.device, "dtype": dtype}
+    _, options = _of_base(layer, "weight", dtype)
     layer.lora = lora
-    layer.lora_A = nn.Linear(layer.in_features, lora.rank, **options)
-    layer.lora_B = nn.Linear(lora.rank, layer.out_features, **options)
-    nn.init.zeros_(layer.lora_B.weight)
-    _become(layer, LoraLinear)
+    _give(layer, layer.in_features, layer.out_features, lora.rank, options)
+    become(layer, LoraLinear)
     if lora.dora:
-        layer.lora_magnitude_vector = nn.Parameter(_lengths(layer).to(dtype))
+        layer.lora_magnitude_vector = nn.Parameter(_lengths(layer).to(options["dtype"]))
 
 
-def _merge(layer: LoraLinear) -> None:
-    with torch.no_grad():
-        parts = {name.removeprefix("."): param for name, param in _parts({"": layer}).items()}
-        merged = merged_weight(layer.weight, layer.lora, parts)
-        encoding, stored = encodings(layer).get("weight"), _stored(layer)
-        if encoding is None:
-            stored.copy_(merged)
-        else:
-            codes, scales = encoding.codec.encode(merged)
-            stored.copy_(codes)
-            layer.get_parameter(f"weight_{encoding.codec.scales}").copy_(scales)
+def _adapt_stacked(module: nn.Module, names: Sequence[str], lora: Lora, dtype: torch.dtype | None) -> None:
+    holder: Any = module
+    added: dict[str, LoraStacked] = {}
+    for name in reversed(names):
+        if added:
+            holder.base_layer = nn.Module()
+            holder = holder.base_layer
+        added[name] = LoraStacked(module, name, holder, lora)
+        (experts, out, into), options = _of_base(module, name, dtype)
+        if added[name].transposed:
+            out, into = into, out
+        _give(holder, into, out, lora.rank * experts, options)
+    set_added(module, {name: added[name] for name in names})
+
+
+def is_transposed(model: nn.Module, name: str) -> bool:
+    """Whether a parameter's experts lie as [in, out], by the mark that transformers and peft use. Local."""
+    return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
+
+
+@torch.no_grad()
+def _merge(layer: LoraLinear | LoraStacked) -> None:
+    layer.is_off = True  # a 3-D parameter would read as the sum
+    module, name = _base(layer)
+    transposed = isinstance(layer, LoraStacked) and layer.transposed
+    merged = merged_weight(getattr(module, name), layer.lora, parts_of(layer), transposed)
+    encoding, stored = _encoding(layer), stored_weight(layer)
+    if encoding is None:
+        stored.copy_(merged)
+    else:
+        codes, scales = encoding.codec.encode(merged)
+        stored.copy_(codes)
+        module.get_parameter(scales_name(name, encoding.codec)).copy_(scales)
+    if isinstance(layer, LoraStacked):
+        others = {each: adapter for each, adapter in added_to(module).items() if adapter is not layer}
+        set_added(module, others)
+        if not others:
+            del module.lora_A, module.lora_B
+            if hasattr(module, "base_layer"):
+                del module.base_layer
+        return
     if layer.lora.dora:
         del layer.lora_magnitude_vector
-    del layer.lora_A, layer.lora_B, layer.lora
-    _become(layer, nn.Linear)
+    del layer.lora_A, layer.lora_B, layer.lora, layer.is_off
+    become(layer, nn.Linear)
 
 
 def _whole(param: torch.Tensor) -> torch.Tensor:

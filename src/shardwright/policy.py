@@ -578,9 +578,9 @@ class Lora:
     """What adapters are like.
 
     Args:
-        targets: which layers get one: their name, its last parts (``"q_proj"``), or a pattern
-            (``"*.mlp.*"``); "auto": every ``nn.Linear``, except the head (``get_output_embeddings``) and
-            routers.
+        targets: which layers and 3-D parameters (stacked experts, ``"experts.down_proj"``) get one: their
+            name, its last parts (``"q_proj"``), or a pattern (``"*.mlp.*"``); "auto": every ``nn.Linear``,
+            except the head (``get_output_embeddings``) and routers.
         rank: rows of A and columns of B, at least 1.
         alpha: the product is scaled by ``alpha / rank``, if not as ``rslora`` says; above 0.
         dropout: probability, of the adapter's input; at least 0 and below 1.

@@ -302,3 +302,96 @@ def test_each_output_of_a_gather_has_a_storage_of_its_own():
     model = shard(build(SeesStorages), fully_shard)
     for _ in range(2):
         model(torch.randn(2, WIDTH)).sum().backward()
+
+
+class Packed(torch.Tensor):
+    """int8 and scales of as many rows as divide its own, without methods of the all-gather."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, weight, blocks):
+        scale = weight.view(blocks, -1).abs().amax(1, keepdim=True) / 127
+        codes = (weight.view(blocks, -1) / scale).round().to(torch.int8).view(weight.shape)
+        return cls(codes, scale)
+
+    def decoded(self):
+        return (self.codes.view(len(self.scale), -1) * self.scale).view(self.codes.shape)
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        args, kwargs = pytree.tree_map_only(cls, cls.decoded, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class InColumns(Packed):
+    @classmethod
+    def of(cls, weight, blocks):
+        packed = Packed.of(weight, blocks)
+        return cls(packed.codes.T.contiguous(), packed.scale)
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape[::-1], dtype=torch.float32)
+
+
+def with_packed(kind, rows, blocks):
+    model = build(None, rows)
+    model[0].weight = nn.Parameter(kind.of(model[0].weight.detach(), blocks), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("world", "rows", "blocks"), [(2, 12, 12), (2, 12, 4), (2, 12, 1), (3, 13, 13), (3, 13, 1)]
+)
+@on_ranks()
+def test_a_weight_packed_by_a_class_without_methods_is_gathered_as_the_bytes_it_is_made_of(
+    rank, world, rows, blocks
+):
+    set_transport("sockets")
+    alone, model = (with_packed(Packed, rows, blocks) for _ in range(2))
+    shard(model, fully_shard)
+    own = model[0].weight._local_tensor
+    assert len(own.codes) == len(own) <= -(-rows // world)
+    with torch.no_grad():
+        before = stats(model).sent_nbytes
+        model[0](torch.zeros(1, WIDTH))
+    scales = 0 if blocks % world and blocks != rows else own.scale.nbytes
+    bias = model[0].bias.to_local().nbytes
+    assert stats(model).sent_nbytes - before == (world - 1) * (own.codes.nbytes + scales + bias)
+    model[0].unshard()
+    assert torch.equal(model[0].weight.codes, alone[0].weight.codes)
+    assert torch.equal(model[0].weight.scale, alone[0].weight.scale)
+    model[0].reshard()
+    expected = train_on_parts(alone, 0, 1, WIDTH, lr=0.1)
+    assert train_on_parts(model, rank, world, WIDTH, lr=0.1) == pytest.approx(expected, abs=1e-6)
+
+
+@on_ranks(2)
+def test_packed_weights_without_rows_or_with_gradients_or_packed_too_late_are_refused(rank):
+    model = with_packed(InColumns, 10, 10)
+    with pytest.raises(InputError, match=r"'weight' is a InColumns of shape \[10, 12\], packed as"):
+        fully_shard(model[0])
+    assert type(model[0]) is nn.Linear
+    trained, late = with_packed(Packed, 12, 12), build(None)
+    trained[0].weight.requires_grad_(True)
+    with pytest.raises(InputError, match="'weight' is a Packed, which packs a weight and can't be trained"):
+        shard(trained, fully_shard)(torch.zeros(1, WIDTH))
+    shard(late, fully_shard)
+    late[0].weight._local_tensor = Packed.of(late[0].weight.to_local().detach(), 1)
+    with pytest.raises(InputError, match=r"'weight' was replaced by a Packed, .* after fully_shard"):
+        late(torch.zeros(1, WIDTH))

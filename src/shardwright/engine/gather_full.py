@@ -112,7 +112,8 @@ def _whole(value: torch.Tensor, param: ShardedParam | None, dst: int) -> torch.T
     """The whole of a tensor that isn't gathered from plain shards."""
     if param is not None and param.inner is None and not param.extended:  # not sharded
         return param.local.detach().to("cpu", copy=True) if param.axis.rank == dst else None
-    whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
     if param is not None and param.extended:
-        return copied(param.fqn, whole).to("cpu")
+        extended: Any = param
+        return copied(param.fqn, extended.whole()).to("cpu")
+    whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
     return whole.to("cpu", copy=True)

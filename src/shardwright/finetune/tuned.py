@@ -27,7 +27,14 @@ from shardwright.finetune.job import fingerprint
 from shardwright.hf import library
 from shardwright.hf.load import encoded_names
 from shardwright.hf.weights import under_model_names
-from shardwright.lora import ADAPTER_CONFIG, adapter_parts, base_of_adapter, merged_weight, read_lora
+from shardwright.lora import (
+    ADAPTER_CONFIG,
+    adapter_parts,
+    base_of_adapter,
+    is_transposed,
+    merged_weight,
+    read_lora,
+)
 from shardwright.quantized.codecs import codec_of
 from shardwright.recipe.config import Recipe
 from shardwright.recipe.resolve import resolve
@@ -147,9 +154,9 @@ def reading(tuned: Tuned, model: nn.Module) -> Iterator[Callable[[str], torch.Te
     names = [key.removeprefix("model/") for key in source.manifest.tensors]
     manifest = under_model_names(source.manifest, library.places(model, names))
     entries = {key.removeprefix("model/"): entry for key, entry in manifest.tensors.items()}
-    adapters = adapter_parts(tuned.folder) if tuned.is_adapter else {}
+    adapters = adapter_parts(tuned.folder, model) if tuned.is_adapter else {}
     lora = read_lora(tuned.folder) if tuned.is_adapter else None
-    _check(tuned, model, entries, adapters)
+    _check(tuned, model, entries, adapters, lora)
     encoded = encoded_names(model) if tuned.quantise != "none" else frozenset()
     state = model.state_dict(keep_vars=True)
     with Reader(source.folder) as reader:
@@ -159,10 +166,10 @@ def reading(tuned: Tuned, model: nn.Module) -> Iterator[Callable[[str], torch.Te
             if name in encoded:
                 codec = codec_of(tuned.quantise)
                 whole = codec.decode(*codec.encode(whole), tuple(whole.shape), whole.dtype)
-            parts = adapters.get(name.removesuffix(".weight"))
+            parts = adapters.get(name)
             if parts is None or lora is None:
                 return whole
-            return merged_weight(whole, lora, parts).to(whole.dtype)
+            return merged_weight(whole, lora, parts, is_transposed(model, name)).to(whole.dtype)
 
         yield read
 
@@ -172,15 +179,16 @@ def _check(
     model: nn.Module,
     entries: dict[str, TensorEntry],
     adapters: dict[str, dict[str, torch.Tensor]],
+    lora: Any,
 ) -> None:
     params = dict(model.named_parameters(remove_duplicate=False))
     for name in adapters:
-        weight = params.get(f"{name}.weight")
-        others = [n for n, p in params.items() if p is weight and n != f"{name}.weight"]
+        others = [n for n, p in params.items() if p is params.get(name) and n != name]
         if others:
             raise InputError(
-                f"{name} has an adapter, and its weight is {others[0]} too, which would change with it: "
-                "leave it out of the adapter's targets, or untie them in the base (tie_word_embeddings)"
+                f"{name.removesuffix('.weight')} has an adapter, and its weight is {others[0]} too, which "
+                "would change with it: leave it out of the adapter's targets, or untie them in the base "
+                "(tie_word_embeddings)"
             )
     tied = library.tied_names(model)
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
@@ -191,11 +199,14 @@ def _check(
         if name not in entries or entries[name].shape != tuple(tensor.shape)
     ]
     for name, parts in adapters.items():
-        weight, (a, b) = state.get(f"{name}.weight"), (parts[f"lora_{x}.weight"] for x in "AB")
-        shape = (b.shape[0], a.shape[1])
+        weight, (a, b) = state.get(name), (parts[f"lora_{x}.weight"] for x in "AB")
+        shape = (b.shape[0], a.shape[1])[:: -1 if is_transposed(model, name) else 1]
+        if weight is not None and weight.ndim == 3:
+            shape = (len(a) // lora.rank, *shape)
         if weight is None or tuple(weight.shape) != shape:
             has = "no such layer" if weight is None else f"its weight is {list(weight.shape)}"
-            wrong.append(f"the adapter of {name} is for a weight of {list(shape)}: {has}")
+            layer = name.removesuffix(".weight")
+            wrong.append(f"the adapter of {layer} is for a weight of {list(shape)}: {has}")
     if wrong:
         listed = "\n  ".join(wrong[:10])
         raise CheckpointError(

@@ -103,8 +103,8 @@ RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # torc
 
 
 def is_extended(param: torch.Tensor) -> bool:
-    """Whether a parameter's class has both methods. Raises: InputError where it has one of them only, or only
-    the third one."""
+    """Whether a parameter's class has both methods, or packs a weight without having any. Raises: InputError
+    where it has one of them only, or only the third one."""
     local = local_of(param) if isinstance(param, DTensor) else param
     has = [hasattr(local, name) for name in (PRE, POST)]
     if has[0] != has[1]:
@@ -114,7 +114,15 @@ def is_extended(param: torch.Tensor) -> bool:
         )
     if hasattr(local, RELEASE) and not has[0]:
         raise InputError(f"{RELEASE} requires {PRE} and {POST}, which {type(local).__name__} doesn't have")
-    return has[0]
+    return has[0] or packs(local)
+
+
+def packs(local: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that packs a weight in other dtypes than its own, as torchao's do."""
+    if type(local) in (torch.Tensor, nn.Parameter) or not hasattr(local, "__tensor_flatten__"):
+        return False
+    parts: Any = local
+    return any(getattr(local, name).dtype != local.dtype for name in parts.__tensor_flatten__()[0])
 
 
 Typed = Sequence[tuple[ShardedParam, torch.dtype, torch.dtype]]
@@ -293,7 +301,8 @@ class Bound:
             if len(param.sites) != num_sites:
                 return False
             # Both methods of a subclass may be set on its tensor at any time.
-            if hasattr(local, PRE) != param.extended or hasattr(local, POST) != param.extended:
+            has = [hasattr(local, name) for name in (PRE, POST)]
+            if has != [param.extended] * 2 and not (param.extended and not any(has) and packs(local)):
                 return False
         return True
 

@@ -7,19 +7,24 @@
 at rest      the subclass, this rank's rows (``torch.chunk``'s)
 gathering    ``arrival``: what the first method gave, of all ranks
 unsharded    what the second method made of it; later calls fill that very tensor, ``out``
+
+A class that packs a weight (8 bits and their scales, say) and has none of the methods is taken apart by
+``__tensor_flatten__``: its tensors are sharded and gathered as bytes, each by its dim 0, and make the very
+weight again, whatever the class means by them. One of which dim 0 can't be cut is whole on every rank.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError, StageError
-from shardwright.params.binding import POST, PRE, RELEASE, Buffer, is_extended
+from shardwright.params.binding import POST, PRE, RELEASE, Buffer, is_extended, packs
 from shardwright.params.param import ParamSite, ShardedParam, Unsharded, give
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.schedule.layout import ParamLayout, Spans
@@ -56,8 +61,45 @@ def copied(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         return copy
 
 
+def _bits_of_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, bytes of a row]"""
+    return (tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1)).contiguous().view(torch.uint8)
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+_Packed = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Of a packed weight: which of its tensors are cut, with their shapes and dtypes when whole."""
+
+
+def _cut(whole: Any, start: int, stop: int, world: int) -> tuple[torch.Tensor, _Packed]:
+    """Rows ``start`` to ``stop`` of such a weight, in its own memory."""
+    names, context = whole.__tensor_flatten__()
+    inner, rows = {name: getattr(whole, name) for name in names}, len(whole)
+    # Blocks of rows that share a scale are cut where all ranks have as many.
+    packed = {
+        name: (part.shape, part.dtype)
+        for name, part in inner.items()
+        if part.ndim and (len(part) == rows or (rows % world == 0 and len(part) % world == 0))
+    }
+    for name, (shape, _) in packed.items():
+        inner[name] = inner[name][start * shape[0] // rows : stop * shape[0] // rows]
+    size = torch.Size((stop - start, *whole.shape[1:]))
+    return type(whole).__tensor_unflatten__(inner, context, size, whole.stride()), packed
+
+
+def check_packed(fqn: str, whole: torch.Tensor, world: int) -> None:
+    """Raises: InputError for a weight that a class without methods packs in a way that has no rows."""
+    rows = -(-len(whole) // world)
+    cut, packed = _cut(whole, 0, rows, world)
+    if cut.shape != (rows, *whole.shape[1:]):
+        raise InputError(
+            f"parameter {fqn!r} is a {type(whole).__name__} of shape {list(whole.shape)}, packed as "
+            f"{ {name: list(shape) for name, (shape, _) in packed.items()} }, which has no such rows to cut; "
+            f"have its class define {PRE} and {POST}, or pass it in ignored_params"
+        )
 
 
 @dataclass
@@ -82,10 +124,14 @@ class ExtendedParam(ShardedParam):
     _made = False
     _metadata: Any = None
     _inner: tuple[tuple[torch.UntypedStorage, int], ...] = ()
+    _packed: _Packed  # by a class without methods
 
     def _shard(self, whole: torch.Tensor, trainable: bool) -> nn.Parameter:
         if whole.device.type != "meta":
             whole = whole.to("cpu" if self.split.on_host else self.axis.device)
+        if not hasattr(whole, PRE) and packs(whole):
+            cut, self._packed = _cut(whole, *self.layout.row_range(self.axis.rank), self.axis.world)
+            return nn.Parameter(self.dtensor(copied(self.fqn, cut)), requires_grad=trainable)
         # torch.chunk and not narrow: the operation that such classes know, since torch's fully_shard uses it.
         chunks = torch.chunk(whole, self.axis.world)
         rank = self.axis.rank
@@ -146,7 +192,7 @@ class ExtendedParam(ShardedParam):
         """Make the unsharded parameter of what was gathered."""
         assert self._arrival is not None
         dtype = self.sharded.dtype if self.kept_dtype else policy.param_dtype or self.sharded.dtype
-        post = getattr(self.local, POST)
+        post = getattr(self.local, POST, self._put_together)
         outputs = tuple(self._arrival.outputs)
         if self._made:
             # The storages that autograd's saved tensors view, as of a plain parameter's buffer: regrown in
@@ -192,7 +238,14 @@ class ExtendedParam(ShardedParam):
         self.local.copy_(self.rows_of(self.unsharded.detach()))
 
     def _call_pre(self, policy: MixedPrecisionPolicy) -> tuple[Any, Any]:
-        local = self.local.to(self.axis.device, non_blocking=True) if self.split.on_host else self.local
+        local: Any = self.local.to(self.axis.device, non_blocking=True) if self.split.on_host else self.local
+        if not hasattr(local, PRE):
+            if self.trainable:
+                raise InputError(
+                    f"{self.fqn!r} is a {type(local).__name__}, which packs a weight and can't be trained: "
+                    "call requires_grad_(False) on it"
+                )
+            return [_bits_of_rows(getattr(local, name)) for name in self._packed], local.__tensor_flatten__()
         pre, mesh = getattr(local, PRE), _shard_mesh(self.axis)
         # torch's fully_shard takes both: the mesh alone is the older signature.
         takes = inspect.signature(pre)
@@ -204,6 +257,32 @@ class ExtendedParam(ShardedParam):
                 "outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
         return pre(mesh, self.spec.shape, self.spec.stride, self.sites[0].module, policy)
+
+    def whole(self) -> torch.Tensor:
+        """All of the weight, at rest; every rank of its mesh calls it."""
+        sharded: Any = self.sharded
+        local: Any = self.local
+        if hasattr(local, PRE):
+            return sharded.full_tensor().detach()
+        parts = []
+        for name, (shape, _) in self._packed.items():
+            rows = _bits_of_rows(getattr(local, name))
+            size, stride = torch.Size((shape[0], rows.shape[1])), (rows.shape[1], 1)
+            mesh, placements = sharded.device_mesh, sharded.placements
+            part = DTensor.from_local(rows, mesh, placements, run_check=False, shape=size, stride=stride)
+            parts.append(part.full_tensor())
+        return self._put_together(parts, local.__tensor_flatten__(), sharded.dtype)[0]
+
+    def _put_together(self, outputs: Any, metadata: Any, dtype: torch.dtype, out: Any = None) -> Any:
+        """The second method of a class that has none: its tensors are views of what arrived."""
+        if out is not None:
+            return None
+        (names, context), local = metadata, self.local
+        inner = {name: getattr(local, name) for name in names}
+        for (name, (shape, kind)), output in zip(self._packed.items(), outputs, strict=True):
+            inner[name] = output[: shape[0]].view(kind).view(shape)
+        kind: Any = type(local)
+        return kind.__tensor_unflatten__(inner, context, self.spec.shape, self.spec.stride), ()
 
     def _lay_out(self, kinds: list[tuple[torch.Size, torch.dtype]]) -> _Arrival:
         world, rank = self.axis.world, self.axis.rank
@@ -242,6 +321,11 @@ def follow_extensions(params: Sequence[ShardedParam]) -> None:
     changed = [param for param in params if is_extended(param.local) != isinstance(param, ExtendedParam)]
     for param in changed:
         extends = not isinstance(param, ExtendedParam)
+        if extends and not hasattr(param.local, PRE):
+            raise InputError(
+                f"parameter {param.fqn!r} was replaced by a {type(param.local).__name__}, which packs a "
+                "weight, after fully_shard: pack it before"
+            )
         if extends and (param.layout.dim != 0 or param.inner is not None or param.members):
             raise InputError(not_extensible(param.fqn, param.local))
     each: Any

@@ -21,7 +21,7 @@ from shardwright.checkpoint.live import Part, model_tensors, part_of
 from shardwright.checkpoint.shardfile import DTYPE_NAME, TORCH_DTYPE
 from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
-from shardwright.lora import Lora, adapters_in, merged_weight
+from shardwright.lora import LoraStacked, adapters_in, merged_weight, parts_of, stored_weight
 from shardwright.quantized import encodings
 from shardwright.quantized.codec import Encoding, scales_name
 from shardwright.torch_private import parameters_of
@@ -101,8 +101,8 @@ class _Plain:
         if merged:
             self.hidden |= self.scales
             for layer in adapters_in(model).values():
-                self._layers[id(parameters_of(layer)["weight"])] = layer
-                self.hidden |= {id(param) for param in _adapter(layer).values()}
+                self._layers[id(stored_weight(layer))] = layer
+                self.hidden |= {id(param) for param in parts_of(layer).values()}
 
     def of(
         self, name: str, value: Any, part: Part
@@ -115,16 +115,10 @@ class _Plain:
             parts = part_of(name, scales, 0)
             views = [_decoded(name, encoding, box, part, view, parts) for box, view in views]
         if (layer := self._layers.get(id(value))) is not None:
-            whole = {end: _whole(param) for end, param in _adapter(layer).items()}
+            whole = {end: _whole(param) for end, param in parts_of(layer).items()}
             if part.owner:
-                views = [(box, _merged(name, box, view, layer.lora, whole, shape)) for box, view in views]
+                views = [(box, _merged(name, box, view, layer, whole, shape)) for box, view in views]
         return shape, dtype, views
-
-
-def _adapter(layer: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a layer's adapter, by the ends of their names."""
-    parts = {"lora_A.weight": layer.lora_A.weight, "lora_B.weight": layer.lora_B.weight}
-    return parts | ({"lora_magnitude_vector": layer.lora_magnitude_vector} if layer.lora.dora else {})
 
 
 def _whole(param: torch.Tensor) -> torch.Tensor:
@@ -146,12 +140,20 @@ def _decoded(
 
 
 def _merged(
-    name: str, box: Box, view: torch.Tensor, lora: Lora, whole: Mapping[str, torch.Tensor], shape: Any
+    name: str, box: Box, view: torch.Tensor, layer: Any, whole: Mapping[str, torch.Tensor], shape: Any
 ) -> torch.Tensor:
     """A box of a weight with its adapter added, rounded once."""
-    rows, columns = box.slices_in(Box.whole(shape))
+    *experts, rows, columns = box.slices_in(Box.whole(shape))
+    lora = layer.lora
     if lora.dora and box.shape[1] != shape[1]:
         raise InputError(f"{name}: merging DoRA needs whole rows; shard it along dim 0")
+    if experts:
+        assert isinstance(layer, LoraStacked)
+        into, out = (rows, columns) if layer.transposed else (columns, rows)
+        a = whole["lora_A.weight"].unflatten(0, (shape[0], -1))[experts[0], :, into].flatten(0, 1)
+        b = whole["lora_B.weight"].unflatten(1, (-1, shape[0]))[out, :, experts[0]].flatten(1)
+        parts = {"lora_A.weight": a, "lora_B.weight": b}
+        return merged_weight(view, lora, parts, layer.transposed).to(view.dtype)
     parts = {**whole, "lora_A.weight": whole["lora_A.weight"][:, columns]}
     parts |= {end: parts[end][rows] for end in parts if end != "lora_A.weight"}
     return merged_weight(view, lora, parts).to(view.dtype)

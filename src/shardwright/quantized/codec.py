@@ -50,8 +50,9 @@ class Encoding:
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The weight, in the compute dtype."""
-        return self.codec.decode(codes, scales, self.shape, self.compute_dtype, out=out)
+        """The weight, or of some of its rows or experts those, in the compute dtype."""
+        shape = (*codes.shape[:-1], self.shape[-1])
+        return self.codec.decode(codes, scales, shape, self.compute_dtype, out=out)
 
 
 def scales_name(name: str, codec: Codec) -> str:

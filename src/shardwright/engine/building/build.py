@@ -29,7 +29,7 @@ from shardwright.engine.unit import (
     units_in,
 )
 from shardwright.errors import InputError, MisuseError, warn
-from shardwright.params.binding import is_extended
+from shardwright.params.binding import PRE, is_extended, packs
 from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.params.placement import Split
 from shardwright.policy import (
@@ -391,6 +391,10 @@ def _split(
         from shardwright.params.subclass import not_extensible  # noqa: PLC0415 such classes
 
         raise InputError(not_extensible(fqn, param))
+    if packs(param) and not hasattr(param, PRE):
+        from shardwright.params.subclass import check_packed  # noqa: PLC0415 such classes
+
+        check_packed(fqn, param, axis.world)
     if axis.world > 1 and any(getattr(site.module, "max_norm", None) is not None for site in sites):
         raise InputError(
             f"max_norm of {fqn.rpartition('.')[0]!r} (an Embedding) changes rows of its weight in each "
