@@ -47,7 +47,8 @@ def merged(workload: Workload, parts: Sequence[Collection[int]]) -> Workload:
     )
     phases = {phase: _merged(entries, number) for phase, entries in workload.phases.items()}
     root = None if workload.root is None else number[workload.root]
-    return replace(workload, groups=groups, phases=phases, root=root)
+    earlier = None if workload.earlier is None else merged(workload.earlier, parts)
+    return replace(workload, groups=groups, phases=phases, root=root, earlier=earlier)
 
 
 def _added(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:

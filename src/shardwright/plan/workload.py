@@ -8,11 +8,13 @@ from shardwright.schedule.schedule import Event, EventKind, Phase
 
 
 class OpKind(StrEnum):
-    """What limits an operation: the units that multiply matrices, those in fused attention, or memory."""
+    """What limits an operation: the units that multiply matrices, those in fused attention, memory, or links
+    to other ranks that it waits for."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
     MEMORY = "memory"
+    EXCHANGE = "exchange"
 
 
 class Op(NamedTuple):
@@ -20,7 +22,8 @@ class Op(NamedTuple):
 
     flops: floating-point operations of all of them. nbytes: read and written. narrowest: of a matmul, the
     least of its three sizes. kernels: how many. dtype: that a matmul or an attention multiplies in, by
-    torch's name; "float8" for each kind of 8 bits, and "tf32" for float32 where torch may take TF32.
+    torch's name; "float8" for each kind of 8 bits, and "tf32" for float32 where torch may take TF32. axis:
+    of an exchange, "tp", "cp" or "pp" (``plan/axes.py``).
     """
 
     kind: OpKind
@@ -29,6 +32,7 @@ class Op(NamedTuple):
     narrowest: float = 1.0
     kernels: int = 1
     dtype: str = "bfloat16"
+    axis: str = ""
 
 
 class Stretch(NamedTuple):
@@ -92,7 +96,9 @@ class Workload:
     with what is computed after it. Layers that are equal may share their ``Stretch``: it is priced once.
     root: the group of what lies right in the model itself; None: there is none. itemsize: bytes of an element
     of parameters while they are computed with. tokens: of the microbatch. outside_nbytes: of what
-    there is before it: inputs, and buffers of modules. name: what people call the model.
+    there is before it: inputs, and buffers of modules. name: what people call the model. parameters: of the
+    whole model, where ranks have parts of it; 0: ``numel``. earlier: where this is the last stage of a
+    pipeline, any of those before it, of the same events.
     """
 
     groups: tuple[GroupSize, ...]
@@ -102,6 +108,8 @@ class Workload:
     tokens: int = 1
     outside_nbytes: int = 0
     name: str = "the model"
+    parameters: int = 0
+    earlier: "Workload | None" = None
 
     @property
     def orders(self) -> dict[Phase, tuple[Event, ...]]:
