@@ -1,14 +1,17 @@
 """What tensor, context and pipeline parallelism add to a predicted step."""
 
 import csv
+import json
 from dataclasses import replace
 
 import pytest
 
+from shardwright.cli import main
 from shardwright.errors import InputError
 from shardwright.plan import Architecture, Choice, Microbatch, estimate, fewest_ranks, of_model, runs, search
 from shardwright.plan.axes import Axes, in_flight
 from shardwright.plan.cluster import Cluster, device
+from shardwright.plan.configs import architecture
 from tests.pure.test_plan import RUNS, predicted
 
 ARCH = Architecture(
@@ -96,11 +99,69 @@ def test_a_row_with_tp_pp_or_cp_is_predicted(tmp_path):
         ({"cp": 64}, "cp=64 doesn't divide the 32 heads"),
         ({"pp": 16}, "16 stages are more than the 8 blocks"),
         ({"tp": 0}, "tp"),
+        ({"ep": 2}, "ep=2 doesn't divide the 0 experts"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(choice, says):
     with pytest.raises(InputError, match=says):
         of(**choice)
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN = MIXTRAL | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+@pytest.mark.parametrize(("config", "billions", "used"), [(MIXTRAL, 46.7, 12.9), (QWEN, 30.5, 3.3)])
+def test_a_model_of_experts_has_the_parameters_that_its_makers_state(config, billions, used, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arch = architecture(tmp_path)
+    found = of(arch=arch).workload.parameters
+    idle = arch.n_layers * arch.expert_numel * (arch.experts - arch.chosen)
+    assert (found / 1e9, (found - idle) / 1e9) == (
+        pytest.approx(billions, abs=0.1),
+        pytest.approx(used, abs=0.1),
+    )
+
+
+def test_ranks_of_ep_send_each_token_to_its_experts_and_hold_the_same_at_rest_but_gather_fewer():
+    arch = replace(ARCH, experts=8, chosen=2)
+    alone, shared = of(arch=arch), of(arch=arch, ep=8)
+    tokens = 2 * BATCH.tokens * arch.d_model * arch.chosen
+    assert shared.exchanged == {"ep": 4 * arch.n_layers * tokens}
+    assert shared.kept == alone.kept
+    gathered = [found.workload.groups[0].numel for found in (alone, shared)]
+    assert gathered[0] - gathered[1] == 7 * arch.expert_numel
+    assert shared.model_flops == pytest.approx(alone.model_flops)
+
+
+def test_the_command_takes_the_sizes_of_a_mesh(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    words = ["plan", str(tmp_path), "--device=H100", "--ranks=64", "--recompute=1", "--microbatches=8"]
+    assert main([*words, "--tp=2", "--cp=2", "--ep=4", "--pp=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["mesh"], found["shards"]) == ("tp=2 x cp=2 x ep=4 x pp=2", 16)
+    assert main([*words, "--meshes"]) == 2
+    assert "--meshes goes with --search" in capsys.readouterr().err
 
 
 def test_fewest_ranks_are_a_multiple_of_those_that_share():

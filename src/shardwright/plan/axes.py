@@ -55,6 +55,8 @@ class Axes:
                 f"a mesh of {self} needs a multiple of {self.sharing} ranks, of which ep divides those of dp "
                 f"and cp, and there are {ranks}"
             )
+        if self.ep % self.cp and self.cp % self.ep:
+            raise InputError(f"ep={self.ep} is neither a multiple nor a divisor of cp={self.cp}")
         return ranks // (self.tp * self.pp)
 
     def __str__(self) -> str:

@@ -42,6 +42,7 @@ def merged(workload: Workload, parts: Sequence[Collection[int]]) -> Workload:
             frozen=_added(workload.groups[group].frozen for group in part),
             coded=_added(workload.groups[group].coded for group in part),
             per_use=max(workload.groups[group].per_use for group in part),
+            elsewhere=sum(workload.groups[group].elsewhere for group in part),
         )
         for part in parts
     )

@@ -37,7 +37,8 @@ def phases_of(
     parameter is sharded over."""
     host, whole = kept.on_host, Sharding(1).keeps(workload)
     saved = whole.params + whole.state
-    saved = saved * workload.parameters // workload.numel if workload.parameters else saved
+    ranks_have = workload.numel + workload.elsewhere  # those of one stage, and of a part of each layer
+    saved = saved * workload.parameters // ranks_have if workload.parameters else saved
     states = {Category.STATES: kept.params + kept.state}
     first = step.nbytes | {Category.STATES: step.nbytes[Category.STATES] - kept.state}
     stepped = {Category.STATES: kept.params + kept.state + kept.lent, Category.GRADIENTS: kept.grads}

@@ -60,7 +60,7 @@ class Choice:
             which they run, and never the group that runs last.
         keep: share of the groups that stay unsharded from their forward to their backward, 0 to 1: the ones
             that the backward needs first. The others are resharded as ``reshard_after_forward`` says.
-        tp, cp, pp: the sizes of ``shardwright.mesh``, of a model in numbers. A microbatch is then of the
+        tp, cp, ep, pp: the sizes of ``shardwright.mesh``, of a model in numbers. A microbatch is then of the
             tp x cp x pp ranks that share it, and ``shards`` counts ranks that dp and cp have.
         chunks: stages of a pipeline on each rank: 1 is 1F1B, more are interleaved.
 
@@ -82,6 +82,7 @@ class Choice:
     keep: float = limited(0.0, ge=0, le=1)
     tp: int = limited(1, ge=1)
     cp: int = limited(1, ge=1)
+    ep: int = limited(1, ge=1)
     pp: int = limited(1, ge=1)
     chunks: int = limited(1, ge=1)
 
@@ -91,7 +92,7 @@ class Choice:
     @property
     def axes(self) -> Axes:
         """What ranks share besides shards."""
-        return Axes(self.tp, self.cp, 1, self.pp, self.chunks)
+        return Axes(self.tp, self.cp, self.ep, self.pp, self.chunks)
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,9 @@ class Estimate:
 
     @property
     def exchanged(self) -> dict[str, int]:
-        """Bytes of a rank's tensors that a microbatch exchanges over "tp", "cp" and "pp": of an all-to-all
-        what goes in, of an all-gather what comes out, of a reduce-scatter what goes in. Of the last stage."""
+        """Bytes of a rank's tensors that a microbatch exchanges over "tp", "cp", "ep" and "pp": of an
+        all-to-all what goes in, of an all-gather what comes out, of a reduce-scatter what goes in; of the
+        last stage."""
         return exchanged(self.workload)
 
     def by_phase(self) -> str:
@@ -424,7 +426,7 @@ def price(workload: Workload, cluster: Cluster, choice: Choice) -> Estimate:
         raise InputError(
             f"Choice asks for {choice.axes} of {workload.name}, and how ranks share the layers of a module "
             "isn't known: pass its numbers (shardwright.plan.Architecture; for the command a folder's "
-            "config.json or a row), or leave tp, cp, pp and chunks out"
+            "config.json or a row), or leave tp, cp, ep, pp and chunks out"
         )
     runs = preset(choice.runtime)
     workload = _changed(workload, choice)

@@ -259,8 +259,8 @@ def search(
         choice: everything that the search doesn't vary; None: the defaults of ``Choice``.
         budget: bytes of each device that may be used; None: all but a reserve (``Cluster.room_nbytes``).
         loss: as ``estimate``.
-        meshes: sizes of tp, cp and pp are tried too, of a model in numbers, each a power of two. The sample
-            is of one rank without them; with them a step still has as many tokens.
+        meshes: sizes of tp, cp, ep and pp are tried too, of a model in numbers, each a power of two. The
+            sample is of one rank without them; with them a step still has as many tokens.
 
     Returns:
         The plan; if nothing fits, the one that holds least. Its ``choice`` has the sizes of the mesh.
@@ -300,7 +300,8 @@ def fastest_mesh(given: Subject, cluster: Cluster, choice: Choice, budget: float
     found = list[tuple[tuple[float, float], Subject, Choice]]()
     for axes in _meshes_of(arch, batch, cluster.ranks):
         rows = replace(batch, sequences=batch.sequences * axes.tp * axes.cp)
-        one = replace(choice, tp=axes.tp, cp=axes.cp, pp=axes.pp, microbatches=choice.microbatches * axes.pp)
+        sizes = {"tp": axes.tp, "cp": axes.cp, "ep": axes.ep, "pp": axes.pp}
+        one = replace(choice, microbatches=choice.microbatches * axes.pp, **sizes)
         subject = of_architecture(arch, rows, axes, given.workload.name)
         space = space_of(subject, cluster.within(budget), one)
         found.append((min(_rank(space.price(start)) for start in _starts(space)), subject, one))
@@ -312,12 +313,12 @@ def fastest_mesh(given: Subject, cluster: Cluster, choice: Choice, budget: float
 
 
 def _meshes_of(arch: Architecture, batch: Microbatch, ranks: int) -> list[Axes]:
-    """Sizes of tp, cp and pp, powers of two up to ``_MOST``, by which ranks can share the model; the first is
-    all 1."""
+    """Sizes of tp, cp, ep and pp, powers of two up to ``_MOST``, by which ranks can share the model; the
+    first is all 1."""
     sizes = [2**power for power in range(_MOST.bit_length())]
     found = []
-    for pp, cp, tp in product(sizes, repeat=3):
-        axes = Axes(tp, cp, pp=pp)
+    for pp, ep, cp, tp in product(sizes, sizes if arch.experts else [1], sizes, sizes):
+        axes = Axes(tp, cp, ep, pp)
         try:
             axes.data_ranks(ranks)
             part_of(arch, axes)

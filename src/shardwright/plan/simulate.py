@@ -241,7 +241,8 @@ class _Step:
 
     def end(self, ends: list[tuple[Seconds, Seconds]], microbatches: int) -> Timeline:
         """Step when all gradients are there; what more microbatches take is what the last one took."""
-        prices, numel = self.prices, self.workload.trained // self.prices.shards
+        prices, trained = self.prices, self.workload.trained + self.workload.elsewhere
+        numel = trained // prices.shards
         seconds = prices.optimizer(numel)
         if self.offload is None:
             step_s = self.lanes.run("compute", "optimizer", seconds, self.now())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from shardwright.errors import InputError
-from shardwright.plan.axes import ALONE, Axes, of_attention, of_layers, of_stages
+from shardwright.plan.axes import ALONE, Axes, of_attention, of_experts, of_layers, of_stages
 from shardwright.plan.workload import GroupSize, Op, OpKind, Stretch, Workload
 from shardwright.schedule.schedule import Event, EventKind, Phase
 
@@ -40,6 +40,8 @@ class Architecture:
         biases: matrices and layer norms have biases.
         rotary: positions are rotations of queries and keys, else rows of a table.
         rms: norms are of root mean squares, else layer norms.
+        experts: of each block, each with a network of its own, ``ffn_dim`` wide; 0: one network.
+        chosen: experts of each token, where there are any.
     """
 
     n_layers: int
@@ -54,6 +56,8 @@ class Architecture:
     biases: bool = False
     rotary: bool = True
     rms: bool = True
+    experts: int = 0
+    chosen: int = 1
 
     @property
     def q_dim(self) -> int:
@@ -67,17 +71,23 @@ class Architecture:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of the matmuls of a block, in their order."""
+        """Rows and columns of the matmuls of a block, in their order; of experts those of one."""
         d, f = self.d_model, self.ffn_dim
         qkv = [(d, self.q_dim + 2 * self.kv_dim), (self.q_dim, d)]
         return [*qkv, *[(d, f)] * (1 + self.gated), (f, d)]
+
+    @property
+    def expert_numel(self) -> int:
+        """Parameters of an expert."""
+        return sum(k * n for k, n in self.matrices[2:])
 
     @property
     def block_numel(self) -> int:
         """Parameters of a block."""
         biases = sum(n for _, n in self.matrices) if self.biases else 0
         norms = 2 * self.d_model * (1 if self.rms else 1 + self.biases)
-        return sum(k * n for k, n in self.matrices) + biases + norms
+        others = self.expert_numel * (self.experts - 1) + self.d_model * self.experts if self.experts else 0
+        return sum(k * n for k, n in self.matrices) + others + biases + norms
 
     def root_numel(self, sequence: int) -> int:
         """Parameters outside of blocks.
@@ -137,6 +147,8 @@ def part_of(arch: Architecture, axes: Axes) -> Architecture:
         raise InputError(f"tp={axes.tp} doesn't divide {', '.join(wrong)} of the model")
     if arch.n_heads // axes.tp % axes.cp:
         raise InputError(f"cp={axes.cp} doesn't divide the {arch.n_heads // axes.tp} heads of a rank")
+    if axes.ep > 1 and (not arch.experts or arch.experts % axes.ep):
+        raise InputError(f"ep={axes.ep} doesn't divide the {arch.experts} experts of a block")
     if axes.pp * axes.chunks > arch.n_layers:
         raise InputError(f"{axes.pp * axes.chunks} stages are more than the {arch.n_layers} blocks")
     parts = {name: size // axes.tp for name, size in cut.items()}
@@ -163,12 +175,15 @@ def passes(batch: Microbatch, columns: float, kernels: int) -> Op:
 
 def _elementwise(arch: Architecture, batch: Microbatch, axes: Axes) -> tuple[Op, Op]:
     """Count a block's, forward and backward. Ranks of tp share the tokens of norms and sums."""
-    d, f, rope = arch.d_model / axes.tp, arch.ffn_dim, arch.q_dim + arch.kv_dim
+    d, f, rope = arch.d_model / axes.tp, arch.ffn_dim * arch.chosen, arch.q_dim + arch.kv_dim
+    sorted_by_expert = 4 * arch.d_model * arch.chosen if arch.experts else 0  # there and back
     if batch.compiled:
         forward = 2 * (2 + 3) * d + (3 * f if arch.gated else 2 * f) + (2 * rope if arch.rotary else 0)
+        forward += sorted_by_expert
         return passes(batch, forward, 6), passes(batch, 1.7 * forward, 10)
     norm = 10 if _slow_norms(arch, batch) else 2  # several kernels in float32
     forward = 2 * (norm + 3) * d + (5 * f if arch.gated else 2 * f) + (6 * rope if arch.rotary else 0)
+    forward += sorted_by_expert
     return passes(batch, forward, 14 + 8 * arch.rms), passes(batch, 1.7 * forward, 30 + 16 * arch.rms)
 
 
@@ -184,7 +199,21 @@ def block_saved(arch: Architecture, batch: Microbatch, axes: Axes = ALONE) -> in
     norms = 2 * (d + (3 if _slow_norms(arch, batch) else 1) * d // axes.tp)
     qkv = 3 * arch.q_dim  # keys and values are repeated for the queries that share them
     hidden = (3 if arch.gated else 2) * f + (f if arch.gated and not batch.compiled else 0)
-    return int(_BF16 * batch.tokens * (norms + qkv + arch.q_dim + hidden))
+    routed = d * arch.chosen if arch.experts else 0  # what experts are given, and hidden once for each
+    return int(_BF16 * batch.tokens * (norms + qkv + arch.q_dim + hidden * arch.chosen + routed))
+
+
+def _matmuls(arch: Architecture, tokens: int, axes: Axes, times: int) -> list[Op]:
+    """Those of a block. Tokens go to experts evenly, so that each rank of ep has as many rows as before."""
+    if not arch.experts:
+        return [matmul(tokens, k, n, times) for k, n in arch.matrices]
+    rows, of_each = tokens * arch.chosen, tokens * arch.chosen * axes.ep / arch.experts
+    experts = [matmul(rows, k, n, times) for k, n in arch.matrices[2:]]
+    return [
+        *(matmul(tokens, k, n, times) for k, n in arch.matrices[:2]),
+        matmul(tokens, arch.d_model, arch.experts, times),
+        *(op._replace(narrowest=min(op.narrowest, of_each)) for op in experts),
+    ]
 
 
 def _block(arch: Architecture, batch: Microbatch, axes: Axes) -> tuple[Stretch, Stretch]:
@@ -192,17 +221,20 @@ def _block(arch: Architecture, batch: Microbatch, axes: Axes) -> tuple[Stretch, 
     it: a backward that computes the block again stops before that (torch's ``checkpoint``)."""
     tokens = batch.tokens
     dtype = "float8" if batch.float8 else "bfloat16"
-    matmuls = [matmul(tokens, k, n)._replace(dtype=dtype) for k, n in arch.matrices]
+    matmuls, matmuls_back = (
+        [op._replace(dtype=dtype) for op in _matmuls(arch, tokens, axes, times)] for times in (1, 2)
+    )
     elementwise, elementwise_back = _elementwise(arch, batch, axes)
     exchanges = (
         *of_layers(axes, tokens, arch.d_model, 3),
         *of_attention(axes, tokens, arch.q_dim, arch.kv_dim, arch.head_dim),
+        *of_experts(axes, tokens, arch.d_model, arch.chosen),
     )
     # Its queries are of a rank's tokens and all heads, or of all tokens and a part of the heads.
     attend = attention(arch, batch, axes.cp)._replace(nbytes=attention(arch, batch).nbytes)
     forward = (*matmuls, attend, elementwise, *exchanges)
     backward = (
-        *(matmul(tokens, k, n, 2)._replace(dtype=dtype) for k, n in arch.matrices),
+        *matmuls_back,
         attend._replace(flops=2.5 * attend.flops, nbytes=2.5 * attend.nbytes),
         elementwise_back,
         *exchanges,
@@ -219,7 +251,7 @@ def _block(arch: Architecture, batch: Microbatch, axes: Axes) -> tuple[Stretch, 
             (*matmuls[1::2], elementwise, *exchanges, *backward),
         )
     inside = _BF16 * tokens * (3 if arch.rms else 1) * arch.d_model
-    back = _BF16 * tokens * (2 if arch.gated else 1) * arch.ffn_dim
+    back = _BF16 * tokens * (2 if arch.gated else 1) * arch.ffn_dim * arch.chosen
     return Stretch(forward, saved, inside), Stretch(backward, -saved, whole - saved + back)
 
 
@@ -286,7 +318,9 @@ def _stage(arch: Architecture, batch: Microbatch, axes: Axes, embeds: bool, ends
         (Event(EventKind.BACKWARD_END, root), nothing),
         (Event(EventKind.STEP_END), nothing),
     ]
-    block = GroupSize("", arch.block_numel, arch.block_numel, entry)
+    elsewhere = arch.expert_numel * (arch.experts - arch.experts // axes.ep)
+    numel = arch.block_numel - elsewhere
+    block = GroupSize("", numel, numel, entry, elsewhere=elsewhere)
     outside = arch.root_numel(batch.sequence * axes.cp)
     if not (embeds and ends) and not arch.tied:
         outside -= arch.vocab_size * d

@@ -23,7 +23,7 @@ class Op(NamedTuple):
     flops: floating-point operations of all of them. nbytes: read and written. narrowest: of a matmul, the
     least of its three sizes. kernels: how many. dtype: that a matmul or an attention multiplies in, by
     torch's name; "float8" for each kind of 8 bits, and "tf32" for float32 where torch may take TF32. axis:
-    of an exchange, "tp", "cp" or "pp" (``plan/axes.py``).
+    of an exchange, "tp", "cp", "ep" or "pp" (``plan/axes.py``).
     """
 
     kind: OpKind
@@ -66,7 +66,8 @@ class GroupSize(NamedTuple):
     that is cut off that one and gathered when it is first read. frozen: elements of frozen weights that
     ``quantize_`` takes, and bytes of their codes in NF4; coded: the same of those that are codes at rest and
     on the wire. per_use: elements of the largest of these, if each is decoded only while it is read; 0: all
-    are decoded with the group.
+    are decoded with the group. elsewhere: elements of experts that other ranks of ep have: the ranks that a
+    parameter is sharded over have shards of these too, and gather only their own.
     """
 
     name: str
@@ -78,6 +79,7 @@ class GroupSize(NamedTuple):
     frozen: tuple[int, int] = (0, 0)
     coded: tuple[int, int] = (0, 0)
     per_use: int = 0
+    elsewhere: int = 0
 
     def at(self, itemsize: int) -> int:
         """Bytes of its parameters with so many for each element, except those that are codes."""
@@ -133,6 +135,11 @@ class Workload:
     def numel(self) -> int:
         """Parameters of all groups."""
         return sum(group.numel for group in self.groups)
+
+    @property
+    def elsewhere(self) -> int:
+        """Those of experts that other ranks have."""
+        return sum(group.elsewhere for group in self.groups)
 
     @property
     def trained(self) -> int:

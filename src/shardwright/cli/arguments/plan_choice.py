@@ -14,6 +14,7 @@ SEARCHED = ("shards", "reshard_after_forward", "keep", "offload", "base", "recom
 AXES = {
     "tp": "ranks that share each layer (default 1)",
     "cp": "ranks that share each sequence (default 1)",
+    "ep": "ranks that share the experts (default 1)",
     "pp": "stages of a pipeline (default 1)",
     "chunks": "stages on each rank, interleaved (default 1)",
 }
@@ -69,5 +70,5 @@ def check_arguments(known: argparse.Namespace) -> None:
         raise ConfigError(f"{flag} tries every --{tried[0].replace('_', '-')} by itself: leave it out")
     if known.meshes and (not known.search or any(getattr(known, name) for name in AXES)):
         raise ConfigError(
-            "--meshes goes with --search, and tries --tp, --cp and --pp by itself: leave them out"
+            "--meshes goes with --search, and tries --tp, --cp, --ep and --pp by itself: leave them out"
         )
