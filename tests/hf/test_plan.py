@@ -57,7 +57,7 @@ def test_a_model_of_transformers_is_planned_as_it_is(kind, tmp_path, capsys):
     assert sum(group.numel for group in found.workload.groups) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma", "mixtral"])
 def test_what_is_traced_are_the_matmuls_of_the_numbers_in_the_config(kind, tmp_path):
     CONFIGS[kind].save_pretrained(tmp_path)
     with torch.device("meta"):

@@ -328,13 +328,13 @@ NO_FOLDER = "can't be written: there is no folder no; make it first"
         ),
         (("{}", *ON, "--draw", "no/x.html"), f"no/x.html {NO_FOLDER}"),
         (("{}", *ON, "--out", "no/x.toml"), f"no/x.toml {NO_FOLDER}"),
-        (("{}/mixtral", *ON), f"this needs {HF}"),
+        (("{}/phi", *ON), f"this needs {HF}"),
         (("{}/none", *ON), "vocab_size is None, expected a whole number above 0; a llama needs num_hidden"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_what_to_do(words, says, tmp_path, capsys):
     config_in(tmp_path)
-    config_in(tmp_path / "mixtral", model_type="mixtral")
+    config_in(tmp_path / "phi", model_type="phi")
     config_in(tmp_path / "none", vocab_size=None)
     (tmp_path / "models.csv").write_text(ROW)
     assert says in plan(capsys, *(str(word).replace("{}", str(tmp_path)) for word in words), code=2)

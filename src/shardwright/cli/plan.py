@@ -21,7 +21,7 @@ from shardwright.plan.configs import architecture, has_numbers, is_config
 from shardwright.plan.constants import Constants
 from shardwright.plan.predict import Choice, price
 from shardwright.plan.questions import Fitting, fewest_ranks, largest_batch, longest_sequence, savings
-from shardwright.plan.search import fastest, planned
+from shardwright.plan.search import fastest, fastest_mesh, planned
 from shardwright.plan.subject import Subject, of_architecture
 from shardwright.plan.transformer import Microbatch
 
@@ -83,7 +83,7 @@ def _answer(known: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if known.largest or known.fewest:
         return _most(known, _QUESTIONS[known.largest or known.fewest](named, cluster, choice)), []
     if known.search:
-        plan = fastest(named, cluster, choice)
+        plan = (fastest_mesh if known.meshes else fastest)(named, cluster, choice)
         found, answer = plan.estimate, plan.answer(*counted)
     else:
         found = price(named.workload, cluster, choice)
@@ -146,4 +146,5 @@ def _asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
             "folder in that dtype"
         )
     batch = Microbatch(known.sequence or SEQUENCE, known.batch or ROWS)
-    return of_architecture(found, batch), changed(Choice(), known)
+    choice = changed(Choice(), known)
+    return of_architecture(found, batch, choice.axes), choice

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from shardwright.cli.arguments.plan_choice import SEARCHED
+from shardwright.cli.arguments.plan_choice import AXES, SEARCHED
 from shardwright.plan.file import OFFLOADS
 from shardwright.plan.predict import Choice
 
 
 def changed(choice: Choice, known: argparse.Namespace) -> Choice:
     """The choice with what the command line says in its place."""
-    said = {name: getattr(known, name) for name in ("microbatches", *SEARCHED)}
+    said = {name: getattr(known, name) for name in ("microbatches", *SEARCHED, *AXES)}
     given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     if "offload" in given:
         given["offload"] = OFFLOADS[given["offload"]]

@@ -56,8 +56,10 @@ def _how(found: Data) -> str:
     """What was chosen."""
     reshard, kept, again = found["reshard_after_forward"], found["keep"], found["recompute"]
     resharded = f"resharded to {reshard}" if reshard else "not resharded after the forward"
+    ranks = " of the ranks that share them" if found.get("mesh") else ""
     words = [
-        f" with {found['microbatches']} x {found['microbatch_tokens']:,} tokens on each a step",
+        f" with {found['microbatches']} x {found['microbatch_tokens']:,} tokens on each{ranks} a step",
+        f"a mesh of {found['mesh']}" if found.get("mesh") else "",
         f"{found['groups']} groups sharded over {found['shards']}",
         f"{again:.0%} of the blocks computed again" if again else "",
         f"{kept:.0%} of the groups kept for the backward" if kept else "",
@@ -126,7 +128,8 @@ def _ways(found: Data) -> list[str]:
     fitting = f"{found['tried'] - found['too_large']} of {found['tried']} ways that were tried fit"
     nearest = found["nearest_over_nbytes"]
     over = f"; the nearest other one holds {_gib(nearest, 2)} GiB too many" if nearest else ""
-    return [*(in_columns(rows, ">>><") if ways else []), f"{fitting}{over}."]
+    meshes = f"; {found['num_meshes']} meshes were priced" if found["num_meshes"] > 1 else ""
+    return [*(in_columns(rows, ">>><") if ways else []), f"{fitting}{over}{meshes}."]
 
 
 def _numbers(way: Data) -> tuple[str, str, str]:

@@ -42,12 +42,14 @@ def merged(workload: Workload, parts: Sequence[Collection[int]]) -> Workload:
             frozen=_added(workload.groups[group].frozen for group in part),
             coded=_added(workload.groups[group].coded for group in part),
             per_use=max(workload.groups[group].per_use for group in part),
+            elsewhere=sum(workload.groups[group].elsewhere for group in part),
         )
         for part in parts
     )
     phases = {phase: _merged(entries, number) for phase, entries in workload.phases.items()}
     root = None if workload.root is None else number[workload.root]
-    return replace(workload, groups=groups, phases=phases, root=root)
+    earlier = None if workload.earlier is None else merged(workload.earlier, parts)
+    return replace(workload, groups=groups, phases=phases, root=root, earlier=earlier)
 
 
 def _added(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:

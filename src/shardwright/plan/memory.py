@@ -56,13 +56,14 @@ class Sharding:
 
     def keeps(self, workload: Workload) -> "AtRest":
         """Bytes at rest."""
-        trained = workload.trained // self.shards
+        trained = (workload.trained + workload.elsewhere) // self.shards
         at_rest = sum(map(_at_rest, workload.groups)) // self.shards
         offload = self.offload if isinstance(self.offload, CPUOffloadPolicy) else None
         device = AtRest(at_rest, trained * _ADAM, trained * _MASTER)
         if offload is None:
             return device
-        copies = sum(group.at(workload.itemsize) for group in workload.groups) // self.shards
+        copies = sum(group.at(workload.itemsize) for group in workload.groups)
+        copies = (copies + workload.elsewhere * workload.itemsize) // self.shards
         params = (0 if offload.params else copies) if offload.shards_on_host else at_rest
         grads = 0 if offload.grads else trained * _MASTER
         on_host = sum(device) - (0 if offload.shards_on_host else at_rest) - grads
@@ -72,7 +73,7 @@ class Sharding:
 def _at_rest(group: GroupSize) -> int:
     """Bytes of a group's parameters: float32, and frozen ones in their own dtype where that is known."""
     if not group.params:
-        return group.at(_MASTER)
+        return group.at(_MASTER) + group.elsewhere * _MASTER
     frozen = [param for param in group.params if not param.trained]
     itemsize = max((param.itemsize for param in frozen), default=0)
     plain = sum(prod(param.shape) * param.itemsize for param in frozen) - group.coded[0] * itemsize
@@ -190,7 +191,8 @@ class _Ledger:
         self.held[Category.TRANSPORT] -= trained * size + trained * size // self.sharding.shards
         offload = self.sharding.offload
         if not (self.sharding.accumulates or (isinstance(offload, CPUOffloadPolicy) and offload.grads)):
-            self.held[Category.GRADIENTS] += trained * _MASTER // self.sharding.shards
+            whole = trained + self.workload.groups[group].elsewhere
+            self.held[Category.GRADIENTS] += whole * _MASTER // self.sharding.shards
 
     def compute(self, event: Event, stretch: Stretch) -> HeldBytes:
         """A stretch: what it holds at most, and what remains of it."""

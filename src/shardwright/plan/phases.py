@@ -37,6 +37,8 @@ def phases_of(
     parameter is sharded over."""
     host, whole = kept.on_host, Sharding(1).keeps(workload)
     saved = whole.params + whole.state
+    ranks_have = workload.numel + workload.elsewhere  # those of one stage, and of a part of each layer
+    saved = saved * workload.parameters // ranks_have if workload.parameters else saved
     states = {Category.STATES: kept.params + kept.state}
     first = step.nbytes | {Category.STATES: step.nbytes[Category.STATES] - kept.state}
     stepped = {Category.STATES: kept.params + kept.state + kept.lent, Category.GRADIENTS: kept.grads}
@@ -45,7 +47,7 @@ def phases_of(
         "first step": PhaseBytes(_larger(first, stepped), host),
         "step": PhaseBytes(_larger(step.nbytes, stepped), host),
         "evaluation": PhaseBytes(states | _evaluation(schedule, workload), host),
-        "save": PhaseBytes(states, host + saved // shards, saved),
+        "save": PhaseBytes(states, host + (whole.params + whole.state) // shards, saved),
         "resume": PhaseBytes(states, host, saved),
     }
 

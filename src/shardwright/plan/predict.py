@@ -13,23 +13,25 @@ from shardwright.engine.building.grouping import Groups
 from shardwright.errors import ConfigError, InputError
 from shardwright.observe.steps.drawing import Drawing
 from shardwright.options import check, limited
+from shardwright.plan import pipeline
 from shardwright.plan.answer import in_words
+from shardwright.plan.axes import ALONE, Axes, exchanged
 from shardwright.plan.cluster import FULL, Cluster
 from shardwright.plan.constants import ACCURACY, MEMORY_ERROR, PUBLISHED_NETWORK, PUBLISHED_RANKS, Accuracy
 from shardwright.plan.events import TracedGroup
 from shardwright.plan.file import offload_name
 from shardwright.plan.groups import traced_groups
 from shardwright.plan.levers import coded, first_blocks, kept_groups, recomputed, recomputes
-from shardwright.plan.memory import AtRest, HeldBytes, Sharding, memory, peak, reserved
+from shardwright.plan.memory import AtRest, HeldBytes, Sharding, peak, reserved
 from shardwright.plan.phases import PhaseBytes, in_table, phases_of
 from shardwright.plan.picture import drawing_of, named
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.prices import Prices
-from shardwright.plan.simulate import Timeline, simulate
+from shardwright.plan.simulate import Timeline
 from shardwright.plan.trace import trace
 from shardwright.plan.transformer import Architecture, Microbatch, Recompute
 from shardwright.plan.transformer import workload as workload_of_numbers
-from shardwright.plan.workload import OpKind, Workload
+from shardwright.plan.workload import Workload
 from shardwright.policy import DEFAULT_OFFLOAD, Base, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from shardwright.quantized import encodings
 from shardwright.schedule.schedule import Phase, Schedule
@@ -58,9 +60,12 @@ class Choice:
             which they run, and never the group that runs last.
         keep: share of the groups that stay unsharded from their forward to their backward, 0 to 1: the ones
             that the backward needs first. The others are resharded as ``reshard_after_forward`` says.
+        tp, cp, ep, pp: the sizes of ``shardwright.mesh``, of a model in numbers. A microbatch is then of the
+            tp x cp x pp ranks that share it, and ``shards`` counts ranks that dp and cp have.
+        chunks: stages of a pipeline on each rank: 1 is 1F1B, more are interleaved.
 
     Raises:
-        InputError: ``base`` is neither, ``shards`` or ``microbatches`` is below 1, or
+        InputError: ``base`` is neither, ``shards``, ``microbatches`` or a size of the mesh is below 1, or
             ``recompute`` or ``keep`` is no share.
     """
 
@@ -75,9 +80,19 @@ class Choice:
     base: Base = "plain"
     recompute: float = limited(0.0, ge=0, le=1)
     keep: float = limited(0.0, ge=0, le=1)
+    tp: int = limited(1, ge=1)
+    cp: int = limited(1, ge=1)
+    ep: int = limited(1, ge=1)
+    pp: int = limited(1, ge=1)
+    chunks: int = limited(1, ge=1)
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def axes(self) -> Axes:
+        """What ranks share besides shards."""
+        return Axes(self.tp, self.cp, self.ep, self.pp, self.chunks)
 
 
 @dataclass(frozen=True)
@@ -104,8 +119,8 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one microbatch on one rank: elements of the sample's first tensor if those are integers,
-        else its first dim.
+        """Tokens of one microbatch on one rank, or on those that share it: elements of the sample's first
+        tensor if those are integers, else its first dim.
         """
         return self.workload.tokens
 
@@ -140,8 +155,19 @@ class Estimate:
         the first step (whose optimizer has no state until its end), in a steady step, in an evaluation of a
         microbatch, in a save of model and optimizer, and while both are loaded from that.
         """
-        shards = self.choice.shards or self.cluster.ranks
+        shards = self._shards
         return phases_of(self.schedule, self.workload, self.kept, self.peak, shards)
+
+    @property
+    def _shards(self) -> int:
+        return self.choice.shards or self.choice.axes.data_ranks(self.cluster.ranks)
+
+    @property
+    def exchanged(self) -> dict[str, int]:
+        """Bytes of a rank's tensors that a microbatch exchanges over "tp", "cp", "ep" and "pp": of an
+        all-to-all what goes in, of an all-gather what comes out, of a reduce-scatter what goes in; of the
+        last stage."""
+        return exchanged(self.workload)
 
     def by_phase(self) -> str:
         """``phases`` as a table; of the host with all of its ranks.
@@ -164,7 +190,8 @@ class Estimate:
     @property
     def tokens_per_s(self) -> float:
         """Tokens a second, of all ranks together."""
-        return self.tokens * self.choice.microbatches * self.cluster.ranks / self.step_s
+        of_all = self.tokens * self.choice.microbatches * self.cluster.ranks
+        return of_all / self.choice.axes.sharing / self.step_s
 
     @property
     def model_flops(self) -> float:
@@ -175,12 +202,15 @@ class Estimate:
 
     @property
     def _flops_by_dtype(self) -> Mapping[str, float]:
-        """``model_flops``, by the dtype that they are computed in, the most first."""
+        """``model_flops``, by the dtype that they are computed in, the most first; of a pipeline's ranks the
+        mean."""
         found: defaultdict[str, float] = defaultdict(float)
-        for _, stretch in self.workload.phases[Phase.FORWARD]:
-            for op in stretch.ops:
-                if op.kind is not OpKind.MEMORY:
-                    found[op.dtype] += 3.0 * self.choice.microbatches * op.flops
+        stages, earlier = self.choice.pp, self.workload.earlier or self.workload
+        for work, times in ((self.workload, 1), (earlier, stages - 1)):
+            for _, stretch in work.phases[Phase.FORWARD]:
+                for op in stretch.ops:
+                    if op.flops:
+                        found[op.dtype] += 3.0 * self.choice.microbatches * op.flops * times / stages
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
@@ -212,6 +242,8 @@ class Estimate:
             return "no run with states or parameters on the host was compared with its prediction"
         if any(group.coded[0] for group in self.workload.groups):
             return "no run with quantised weights was compared with its prediction"
+        if self.choice.axes != ALONE:
+            return f"no run with {self.choice.axes} was compared with its prediction"
         if cluster.hosts > 1 and measured and cluster.measured_hosts < 2:
             return "what is between hosts is as the cluster's file says, and was not measured"
         if not measured and cluster.ranks > PUBLISHED_RANKS:
@@ -277,14 +309,15 @@ class Estimate:
         device_hours = hours * cluster.ranks
         return {name: getattr(choice, name) for name in _SAID} | {
             "model": self.workload.name,
-            "parameters": self.workload.numel,
+            "parameters": self.workload.parameters or self.workload.numel,
             "device": cluster.device.name,
             "ranks": cluster.ranks,
             "hosts": cluster.hosts,
             "network_bytes_per_s": cluster.network if cluster.hosts > 1 else None,
             "network_assumed": cluster.hosts > 1 and not cluster.host_bandwidth,
             "groups": len(self.workload.groups),
-            "shards": choice.shards or cluster.ranks,
+            "mesh": str(choice.axes) if choice.axes != ALONE else None,
+            "shards": self._shards,
             "microbatch_tokens": self.tokens,
             "offload": offload_name(choice.offload) or "some",
             "fits": self.fits,
@@ -370,7 +403,7 @@ def workload_of(
 ) -> Workload:
     """The model and one microbatch, in the groups of ``choice``. Raises: InputError as ``estimate``."""
     if isinstance(model, Architecture):
-        return workload_of_numbers(model, a_microbatch(sample, choice))
+        return workload_of_numbers(model, a_microbatch(sample, choice), choice.axes)
     args, named = arguments(sample)
     groups = chosen_groups(model, choice)
     quantised = next((name for name, module in model.named_modules() if encodings(module)), None)
@@ -389,21 +422,31 @@ def price(workload: Workload, cluster: Cluster, choice: Choice) -> Estimate:
     Raises: InputError where the ranks can't be divided as asked.
     """
     cluster = a_cluster(cluster)
+    if choice.axes != ALONE and not workload.parameters:
+        raise InputError(
+            f"Choice asks for {choice.axes} of {workload.name}, and how ranks share the layers of a module "
+            "isn't known: pass its numbers (shardwright.plan.Architecture; for the command a folder's "
+            "config.json or a row), or leave tp, cp, ep, pp and chunks out"
+        )
     runs = preset(choice.runtime)
     workload = _changed(workload, choice)
     if choice.policy is not None:
         runs = replace(runs, policy=choice.policy)
     kept = kept_groups(workload, choice.keep)
-    planned = schedule(workload, runs, choice.reshard_after_forward, kept)
-    shards = choice.shards or cluster.ranks
-    if cluster.ranks % shards:
-        raise InputError(f"Choice.shards must divide the cluster's {cluster.ranks} ranks, got {shards}")
-    smaller = _smaller_world(choice.reshard_after_forward, shards)
+    reshards = choice.reshard_after_forward if choice.pp == 1 else False
+    planned = schedule(workload, runs, reshards, kept)
+    ranks = choice.axes.data_ranks(cluster.ranks)
+    shards = choice.shards or ranks
+    if ranks % shards:
+        raise InputError(f"Choice.shards must divide the cluster's {ranks} ranks, got {shards}")
+    smaller = _smaller_world(reshards, shards)
     sizes = _itemsizes(choice.mp_policy)
-    prices = Prices(cluster, cluster.constants, runs, shards, *sizes, 1.0, choice.offload, smaller)
-    timeline = simulate(planned, workload, prices, choice.microbatches, keeps=True)
+    prices = Prices(
+        cluster, cluster.constants, runs, shards, *sizes, 1.0, choice.offload, smaller, choice.axes
+    )
+    timeline = pipeline.timeline(planned, workload, prices, choice.microbatches, keeps=True)
     sharding = Sharding(shards, sizes[1], choice.microbatches > 1, choice.offload, smaller)
-    held = memory(planned, workload, runs, sharding)
+    held = pipeline.held(planned, workload, runs, sharding, choice.axes, choice.microbatches)
     planned = replace(planned, names=tuple(group.name for group in workload.groups))
     return Estimate(cluster, choice, workload, planned, timeline, tuple(held), sharding.keeps(workload))
 
@@ -436,6 +479,8 @@ def a_microbatch(given: object, choice: Choice) -> Microbatch:
 
 def _changed(workload: Workload, choice: Choice) -> Workload:
     """Return it with frozen weights as codes and blocks computed again, as asked. Raises: InputError."""
+    if workload.earlier is not None:
+        workload = replace(workload, earlier=_changed(workload.earlier, choice))
     if choice.recompute:
         if recomputes(workload):
             raise InputError(

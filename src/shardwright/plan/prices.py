@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwright.errors import ConfigError
+from shardwright.plan.axes import ALONE, Axes
 from shardwright.plan.cluster import Cluster
 from shardwright.plan.constants import Constants
 from shardwright.plan.presets import Preset
@@ -17,6 +18,8 @@ from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 
 Seconds = Any
 """A number, or an array of numbers."""
+
+_EXCHANGE = OpKind.EXCHANGE
 
 HOST_HOP = 4.0
 """Latency of a hop between hosts, in hops inside of one (NCCL's own figures: 14 us and 3.4 us)."""
@@ -52,6 +55,7 @@ class Prices:
     shards: ranks that a parameter is sharded over, neighbours first. gather_itemsize, reduce_itemsize: bytes
     of an element of parameters, and of gradients, on the wire. software: factor of all compute. offload: what
     is on the host at rest. smaller_world: ranks over which shards are kept from a forward to its backward.
+    axes: what ranks share besides.
     """
 
     cluster: Cluster
@@ -63,6 +67,7 @@ class Prices:
     software: Seconds = 1.0
     offload: OffloadPolicy = DEFAULT_OFFLOAD
     smaller_world: int | None = None
+    axes: Axes = ALONE
 
     # ---- compute
 
@@ -83,7 +88,11 @@ class Prices:
 
     def compute(self, stretch: Stretch) -> Seconds:
         """Seconds of the device."""
-        return self.software * sum((self.op(op) for op in stretch.ops), 0.0)
+        return self.software * sum((self.op(op) for op in stretch.ops if op.kind is not _EXCHANGE), 0.0)
+
+    def exchanged(self, stretch: Stretch) -> Seconds:
+        """Seconds in which the device waits for exchanges of the stretch."""
+        return sum((self.exchange(op) for op in stretch.ops if op.kind is _EXCHANGE), 0.0)
 
     def launch(self, stretch: Stretch) -> Seconds:
         """Seconds of the host, which launches the kernels."""
@@ -116,10 +125,7 @@ class Prices:
     @cached_property
     def gathering(self) -> CollectiveCost:
         """Of all-gathers and reduce-scatters."""
-        hosts, bandwidth = -(-self.shards // self.cluster.ranks_per_host), self._inside
-        if hosts > 1:
-            bandwidth = 1 / (1 / bandwidth + 1 / self._between)
-        return self._ring(self.shards, hosts, bandwidth, 1)
+        return self._over(self.shards, self.axes.tp)
 
     @cached_property
     def gathering_kept(self) -> CollectiveCost:
@@ -129,10 +135,45 @@ class Prices:
     @cached_property
     def copying(self) -> CollectiveCost:
         """Of all-reduces over copies of shards, each of which is on another host, where there are several."""
-        copies, cluster = self.cluster.ranks // self.shards, self.cluster
+        copies, cluster = self.axes.data_ranks(self.cluster.ranks) // self.shards, self.cluster
         if cluster.hosts == 1:
             return self._ring(copies, 1, self._inside, 2)
-        return self._ring(copies, copies, self._between / min(self.shards, cluster.ranks_per_host), 2)
+        return self._ring(
+            copies, copies, self._between / min(self.shards * self.axes.tp, cluster.ranks_per_host), 2
+        )
+
+    def exchange(self, op: Op) -> Seconds:
+        """Seconds of so many exchanges of a rank on an axis: on tp all-gathers or reduce-scatters, on cp and
+        ep all-to-alls, on pp what one rank sends another."""
+        ranks, apart = self.axes.place(op.axis, self.cluster.ranks)
+        nbytes = op.nbytes / op.kernels
+        if op.axis == "tp":
+            return op.kernels * self._over(ranks, apart).seconds(nbytes)
+        inside, out, bandwidth = self._spread(ranks, apart)
+        if op.axis == "pp":  # to the next rank of the axis
+            hop, rate = (1.0, self._inside) if inside > 1 else (HOST_HOP, bandwidth)
+            return op.kernels * (LAUNCH_S + self.constants.hop_s * hop + nbytes / rate)
+        # To each rank goes an equal part: inside of the host, and through its part of the host's network.
+        seconds = LAUNCH_S + self.constants.hop_s * (inside - 1 + HOST_HOP * out)
+        seconds = seconds + nbytes / ranks * (inside - 1) / self._inside
+        if out:
+            seconds = seconds + nbytes / ranks * (ranks - inside) * inside / bandwidth
+        return op.kernels * seconds
+
+    def _spread(self, ranks: int, apart: int) -> tuple[int, int, Seconds]:
+        """Of ranks so far apart: how many are on a host, on how many other hosts there are more, and the
+        bytes/s that those of one host share; each other rank of it is in an axis of its own."""
+        here = self.cluster.ranks_on_host
+        inside = min(ranks, max(1, here // apart))
+        out = -(-ranks // inside) - 1
+        return inside, out, self._between * inside / here if out else math.inf
+
+    def _over(self, ranks: int, apart: int) -> CollectiveCost:
+        """An all-gather or a reduce-scatter over ranks so far apart."""
+        inside, out, bandwidth = self._spread(ranks, apart)
+        if inside > 1:
+            bandwidth = 1 / (1 / self._inside + 1 / bandwidth)
+        return self._ring(ranks, out + 1, bandwidth, 1)
 
     @property
     def _inside(self) -> float:

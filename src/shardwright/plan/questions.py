@@ -4,6 +4,7 @@ By bisection over ``price``: of what is asked for, more takes more.
 """
 
 from collections.abc import Callable
+from math import lcm
 from typing import Any, NamedTuple
 
 from shardwright.errors import InputError
@@ -115,12 +116,15 @@ def fewest_ranks(
         ConfigError: the runtime isn't known.
     """
     host, within = cluster.ranks_per_host, cluster.within(budget)
+    together = (choice or Choice()).axes.sharing
+    inside, hosts = host // together, lcm(host, together)
 
     def at(place: int) -> Estimate:
-        ranks = place if place <= host else (place - host + 1) * host
+        more = place - inside + (inside * together == hosts)
+        ranks = place * together if place <= inside else more * hosts
         return price(subject.workload, within.of(ranks), choice or Choice())
 
-    place, seen = _first(at, lambda found: found.fits, _MOST // host)
+    place, seen = _first(at, lambda found: found.fits, _MOST // hosts)
     if place is None:
         last = max(seen)
         raise InputError(

@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, InputError
+from shardwright.plan import pipeline
+from shardwright.plan.axes import ALONE, Axes
 from shardwright.plan.cluster import GIB, Cluster, device
 from shardwright.plan.constants import Constants
-from shardwright.plan.memory import HeldBytes, Sharding, fits, memory, peak, reserved
+from shardwright.plan.memory import HeldBytes, Sharding, fits, peak, reserved
 from shardwright.plan.presets import Preset, preset, schedule
 from shardwright.plan.prices import Prices
-from shardwright.plan.simulate import Timeline, simulate
-from shardwright.plan.transformer import Architecture, Microbatch, Recompute, workload
+from shardwright.plan.simulate import Timeline
+from shardwright.plan.transformer import Architecture, Microbatch, Recompute, part_of, workload
 
 Row = Mapping[str, str]
 _T = TypeVar("_T")
@@ -43,6 +45,7 @@ class Setup:
 
     shards: ranks that a parameter is sharded over. itemsizes: bytes of an element of parameters, and of
     gradients, on the wire. reshards: parameters are resharded after a forward. old_torch: it ran on torch 1.
+    axes: what ranks share besides.
     """
 
     row_id: str
@@ -55,6 +58,7 @@ class Setup:
     itemsizes: tuple[int, int]
     reshards: bool = True
     old_torch: bool = False
+    axes: Axes = ALONE
 
 
 def read(path: str | Path, columns: Sequence[str]) -> list[dict[str, str]]:
@@ -150,29 +154,42 @@ def setup(row: Row, models: Mapping[str, Architecture]) -> Setup:
     cells = _Cells(row, row["row_id"])
     if row["model_id"] not in models:
         raise cells.refusal("model_id", "a row of the table of models that can be read")
-    for axis in ("tp", "pp", "cp"):
-        if cells.whole(axis, 1) > 1:
-            raise cells.refusal(axis, "1: only sharded data parallelism is predicted")
     sharding, runtime = cells.text("sharding").upper(), _runtime(cells)
-    ranks, accumulated = cells.whole("n_gpus"), cells.whole("grad_accum", 1)
+    ranks, accumulated, axes = cells.whole("n_gpus"), cells.whole("grad_accum", 1), _axes(cells)
+    try:
+        data, _ = axes.data_ranks(ranks), part_of(models[row["model_id"]], axes)
+    except InputError as error:
+        raise ConfigError(f"row {cells.name}: {error}") from error
+    batch = _batch(cells, data // axes.cp * accumulated, axes)
+    if axes.pp > 1 and accumulated == 1 and batch.sequences % axes.pp == 0:
+        # torchtitan's default: as many microbatches as stages
+        accumulated, batch = axes.pp, replace(batch, sequences=batch.sequences // axes.pp)
     found = Setup(
         cells.name,
         models[row["model_id"]],
-        _batch(cells, ranks * accumulated),
+        batch,
         _cluster(cells, ranks),
         preset(runtime),
-        _shards(cells, ranks),
+        _shards(cells, data),
         accumulated,
         (
             cells.one_of("allgather_dtype", {f"{_HALF}|": 2, _EIGHT: 1}, "bf16, fp16 or fp8"),
             cells.one_of("reduce_dtype", {_HALF: 2, "fp32|float32|": 4}, "bf16, fp16 or fp32"),
         ),
-        reshards=not re.search("GRAD_OP|ZERO2", sharding),
+        reshards=axes.pp == 1 and not re.search("GRAD_OP|ZERO2", sharding),
         old_torch=re.search(r"torch 1\.", row["framework"]) is not None,
+        axes=axes,
     )
     if "nth" in row["activation_ckpt"] and not fits(held(found).total, found.cluster.device):
         return replace(found, batch=replace(found.batch, recompute_every=1))
     return found
+
+
+def _axes(cells: _Cells) -> Axes:
+    """An interleaved pipeline has two stages on a rank."""
+    both = f"{cells.text('framework')} {cells.text('sharding')}"
+    chunks = 2 if re.search("interleaved", both, re.IGNORECASE) else 1
+    return Axes(**{axis: cells.whole(axis, 1) for axis in ("tp", "cp", "pp")}, chunks=chunks)
 
 
 def _runtime(cells: _Cells) -> str:
@@ -198,7 +215,7 @@ def _shards(cells: _Cells, ranks: int) -> int:
     return shards
 
 
-def _batch(cells: _Cells, microbatches: int) -> Microbatch:
+def _batch(cells: _Cells, microbatches: int, axes: Axes) -> Microbatch:
     framework, said = cells.text("framework"), cells.text("activation_ckpt")
     every = re.fullmatch(r"selective_every_(\d+|n)\D*", said)
     recompute, of_layers = Recompute.FULL, 1
@@ -212,7 +229,7 @@ def _batch(cells: _Cells, microbatches: int) -> Microbatch:
         of_layers = 2 if every[1] == "n" else int(every[1])  # n isn't stated: 2, or 1 where that fits
     return Microbatch(
         cells.whole("seq_len_tokens"),
-        _sequences(cells, microbatches),
+        _sequences(cells, microbatches, axes),
         recompute,
         of_layers,
         compiled=cells.flag("torch_compile"),
@@ -222,15 +239,19 @@ def _batch(cells: _Cells, microbatches: int) -> Microbatch:
     )
 
 
-def _sequences(cells: _Cells, microbatches: int) -> int:
-    """Rows of a microbatch: as stated, else what the global batch is divided into."""
+def _sequences(cells: _Cells, microbatches: int, axes: Axes) -> int:
+    """Rows of a microbatch, of the ranks that share it: as stated, for these or for each device, else what
+    the global batch is divided into."""
     stated = cells.text("microbatch_seqs_per_gpu") and cells.whole("microbatch_seqs_per_gpu")
     if stated and not cells.text("global_batch_seqs"):
         return stated
     of_all = cells.whole("global_batch_seqs")
     found = stated or of_all // microbatches or 1
+    if of_all == found * microbatches * axes.sharing:
+        return found * axes.sharing
     if of_all != found * microbatches:
-        expected = f"n_gpus x grad_accum ({microbatches}) x microbatch_seqs_per_gpu"
+        expected = f"n_gpus x grad_accum ({microbatches * axes.sharing}) x microbatch_seqs_per_gpu"
+        expected += "" if axes.sharing == 1 else f", or that over tp x cp x pp ({axes.sharing})"
         raise cells.refusal(
             "global_batch_seqs", f"{expected} ({stated})" if stated else f"{expected}, a whole one"
         )
@@ -258,19 +279,21 @@ _DEVICES = {"H100-96GB-HBM2e": "H100-96GB-500W"}  # the same hosts as the rows t
 
 def timeline(setup: Setup, constants: Constants) -> Timeline:
     """The step of a row, simulated."""
-    work = workload(setup.arch, setup.batch)
+    work = workload(setup.arch, setup.batch, setup.axes)
     planned = schedule(work, setup.preset, setup.reshards)
     factor = constants.old_torch if setup.old_torch else 1.0
-    prices = Prices(setup.cluster, constants, setup.preset, setup.shards, *setup.itemsizes, factor)
-    return simulate(planned, work, prices, setup.microbatches)
+    prices = Prices(
+        setup.cluster, constants, setup.preset, setup.shards, *setup.itemsizes, factor, axes=setup.axes
+    )
+    return pipeline.timeline(planned, work, prices, setup.microbatches)
 
 
 def held(setup: Setup) -> HeldBytes:
     """The moment of a row's step at which most bytes are held."""
-    work = workload(setup.arch, setup.batch)
+    work = workload(setup.arch, setup.batch, setup.axes)
     planned = schedule(work, setup.preset, setup.reshards)
     sharding = Sharding(setup.shards, setup.itemsizes[1], setup.microbatches > 1)
-    return peak(memory(planned, work, setup.preset, sharding))
+    return peak(pipeline.held(planned, work, setup.preset, sharding, setup.axes, setup.microbatches))
 
 
 def predict(setup: Setup, constants: Constants) -> dict[str, str]:
@@ -280,7 +303,7 @@ def predict(setup: Setup, constants: Constants) -> dict[str, str]:
     values = (
         setup.row_id,
         f"{step_s:.6g}",
-        f"{setup.batch.tokens * setup.microbatches / step_s:.6g}",
+        f"{setup.batch.tokens * setup.microbatches / setup.axes.sharing / step_s:.6g}",
         f"{active / GIB:.2f}",
         f"{reserved(active, device) / GIB:.2f}",
         str(int(fits(active, device))),

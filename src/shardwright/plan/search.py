@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwright.errors import InputError
 from shardwright.plan.answer import in_words
+from shardwright.plan.axes import Axes
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.constants import MEMORY_ERROR
 from shardwright.plan.file import BASES, OFFLOADS, Plan, PlannedGroup, offload_name
 from shardwright.plan.levers import first_blocks, kept_groups, merged, neighbours, recomputes
 from shardwright.plan.predict import Choice, Estimate, a_cluster, price
 from shardwright.plan.presets import preset
-from shardwright.plan.subject import Subject, of_model
-from shardwright.plan.transformer import Architecture
+from shardwright.plan.subject import Subject, of_architecture, of_model
+from shardwright.plan.transformer import Architecture, Microbatch, part_of
 from shardwright.plan.workload import Workload
 from shardwright.policy import Base, Offload
 from shardwright.torch_private import tree_leaves
@@ -32,6 +34,9 @@ _AHEAD = (1, 2)
 _GROUPS_AHEAD = 2.25
 """Bytes that two groups ahead may take, in largest groups: a runtime pads them to the ranks."""
 _NEAR = 0.01
+_SEARCHED = 3
+_MOST = 8
+"""Ranks of tp, of cp and of pp that a search of meshes tries."""
 
 
 class Candidate(NamedTuple):
@@ -86,6 +91,7 @@ class FoundPlan(Plan):
             that takes at most a hundredth longer and holds less.
         candidate: the value of each setting that the search varies.
         tried: every candidate that was simulated, with its seconds and bytes.
+        num_meshes: how many meshes were priced, if that was asked for; else 1.
 
     Raises:
         InputError: as ``Plan``.
@@ -94,6 +100,7 @@ class FoundPlan(Plan):
     estimate: Estimate = field(kw_only=True)
     candidate: Candidate = field(kw_only=True)
     tried: tuple[Tried, ...] = field(kw_only=True)
+    num_meshes: int = field(default=1, kw_only=True)
 
     @property
     def budget_nbytes(self) -> float:
@@ -149,6 +156,7 @@ class FoundPlan(Plan):
                 ways.append(one.candidate._asdict() | held)
         over = [one.over_nbytes for one in self.tried if one.over_nbytes]
         tried = {"tried": len(self.tried), "too_large": len(over)}
+        tried["num_meshes"] = self.num_meshes
         found = {"ways": ways, **tried, "nearest_over_nbytes": min(over, default=None)}
         return self.estimate.answer(tokens, price_per_hour) | found
 
@@ -171,7 +179,8 @@ class Space:
     @property
     def values(self) -> dict[str, tuple[Any, ...]]:
         """Of each lever, by its name in ``Candidate``."""
-        ranks, host = self.cluster.ranks, min(self.cluster.ranks_per_host, self.cluster.ranks)
+        axes = self.choice.axes
+        ranks, host = axes.data_ranks(self.cluster.ranks), max(1, self.cluster.ranks_on_host // axes.tp)
         groups = self.workloads[1].groups
         count = sum(group.part_of is None for group in groups)
         may_be_coded = self.choice.base == "plain" and any(group.frozen[0] for group in groups)
@@ -181,7 +190,7 @@ class Space:
             "shards": tuple(
                 dict.fromkeys(s for s in (ranks, 8 * host, host) if ranks % s == 0 and s <= ranks)
             ),
-            "reshards": (True, *([host] if 1 < host < ranks else [])),
+            "reshards": (True, *([host] if 1 < host < ranks and axes.pp == 1 else [])),
             "kept": _SHARES,
             "ahead": _AHEAD,
             "split": tuple(self.workloads),
@@ -233,6 +242,7 @@ def search(
     *,
     budget: float | None = None,
     loss: Callable[[Any], Tensor] | None = None,
+    meshes: bool = False,
 ) -> FoundPlan:
     """Find the fastest way to train a model on a cluster within the memory of its devices.
 
@@ -249,9 +259,11 @@ def search(
         choice: everything that the search doesn't vary; None: the defaults of ``Choice``.
         budget: bytes of each device that may be used; None: all but a reserve (``Cluster.room_nbytes``).
         loss: as ``estimate``.
+        meshes: sizes of tp, cp, ep and pp are tried too, of a model in numbers, each a power of two. The
+            sample is of one rank without them; with them a step still has as many tokens.
 
     Returns:
-        The plan; if nothing fits, the one that holds least.
+        The plan; if nothing fits, the one that holds least. Its ``choice`` has the sizes of the mesh.
 
     Raises:
         InputError: as ``estimate``, or the budget isn't positive.
@@ -272,7 +284,56 @@ def search(
     """
     choice = choice or Choice()
     cluster = a_cluster(cluster)
-    return fastest(of_model(model, sample, choice, loss), cluster, choice, budget)
+    subject = of_model(model, sample, choice, loss)
+    return (fastest_mesh if meshes else fastest)(subject, cluster, choice, budget)
+
+
+def fastest_mesh(given: Subject, cluster: Cluster, choice: Choice, budget: float | None = None) -> FoundPlan:
+    """``search`` with ``meshes``. Each mesh is priced as it is and where it holds least, and searched if it
+    is one of the best ``_SEARCHED`` then, or has no other axis than sharding's. Raises: InputError."""
+    if given.numbers is None:
+        raise InputError(
+            f"meshes of {given.workload.name} can't be searched, since how ranks share the layers of a "
+            "module isn't known: pass its numbers (shardwright.plan.Architecture, or a folder's config.json)"
+        )
+    arch, batch = given.numbers
+    found = list[tuple[tuple[float, float], Subject, Choice]]()
+    for axes in _meshes_of(arch, batch, cluster.ranks):
+        rows = replace(batch, sequences=batch.sequences * axes.tp * axes.cp)
+        sizes = {"tp": axes.tp, "cp": axes.cp, "ep": axes.ep, "pp": axes.pp}
+        one = replace(choice, microbatches=choice.microbatches * axes.pp, **sizes)
+        subject = of_architecture(arch, rows, axes, given.workload.name)
+        space = space_of(subject, cluster.within(budget), one)
+        found.append((min(_rank(space.price(start)) for start in _starts(space)), subject, one))
+    plain, *others = found
+    best_first = [plain, *sorted(others, key=lambda each: each[0])[:_SEARCHED]]
+    plans = [fastest(subject, cluster, one, budget) for _, subject, one in best_first]
+    best = min(plans, key=lambda plan: (plan.estimate.over_nbytes, plan.step_s))
+    return replace(best, num_meshes=len(found))
+
+
+def _meshes_of(arch: Architecture, batch: Microbatch, ranks: int) -> list[Axes]:
+    """Sizes of tp, cp, ep and pp, powers of two up to ``_MOST``, by which ranks can share the model; the
+    first is all 1."""
+    sizes = [2**power for power in range(_MOST.bit_length())]
+    found = []
+    for pp, ep, cp, tp in product(sizes, sizes if arch.experts else [1], sizes, sizes):
+        axes = Axes(tp, cp, ep, pp)
+        try:
+            axes.data_ranks(ranks)
+            part_of(arch, axes)
+        except InputError:
+            continue
+        if batch.sequence % cp == 0:
+            found.append(axes)
+    return found
+
+
+def _starts(space: Space) -> tuple[Candidate, Candidate]:
+    """The plain candidate, and the one that holds least without offload."""
+    values = space.values
+    plain = Candidate(*(each[0] for each in values.values()))
+    return plain, plain._replace(recomputed=values["recomputed"][-1], split=values["split"][-1])
 
 
 def fastest(subject: Subject, cluster: Cluster, choice: Choice, budget: float | None = None) -> FoundPlan:
@@ -320,7 +381,9 @@ def any_loss(out: Any) -> Tensor:
 
 def space_of(subject: Subject, cluster: Cluster, choice: Choice) -> Space:
     """The space of a model that is split into as many microbatches as its rows can be."""
-    splits = [split for split in _SPLITS if subject.rows % split == 0]
+    axes = choice.axes  # over whose ranks a microbatch is spread, so that there are more rows in it
+    more = tuple(_SPLITS[-1] * 2**power for power in range(1, (axes.tp * axes.cp).bit_length()))
+    splits = [split for split in _SPLITS + more if subject.rows % split == 0]
     workloads = {split: subject.at(subject.rows // split, subject.sequence) for split in splits}
     return Space(cluster, choice, workloads)
 
@@ -332,10 +395,12 @@ def planned(found: Estimate, listed: Sequence[tuple[str, ...]]) -> Plan:
     kept = kept_groups(found.workload, choice.keep)
     again = first_blocks(found.workload, choice.recompute)
     return Plan(
-        ranks=found.cluster.ranks,
-        shards=choice.shards or found.cluster.ranks,
+        ranks=choice.axes.data_ranks(found.cluster.ranks),
+        shards=choice.shards or choice.axes.data_ranks(found.cluster.ranks),
         groups=tuple(
-            PlannedGroup(names, index not in (root, *kept) and choice.reshard_after_forward)
+            PlannedGroup(
+                names, index not in (root, *kept) and choice.pp == 1 and choice.reshard_after_forward
+            )
             for index, names in enumerate(listed)
             if names not in ((), ("",))
         ),
@@ -356,9 +421,8 @@ def planned(found: Estimate, listed: Sequence[tuple[str, ...]]) -> Plan:
 def greedy(space: Space) -> Tried:
     """The best that changes of one lever at a time lead to, from two starts."""
     values = space.values
-    plain = Candidate(*(each[0] for each in values.values()))
-    least = plain._replace(recomputed=values["recomputed"][-1], split=values["split"][-1])
-    starts = [plain, least]
+    starts = list(_starts(space))
+    least = starts[-1]
     if space.price(least).over_nbytes:
         starts.append(least._replace(offload=values["offload"][-1]))
     if space.price(starts[-1]).over_nbytes:

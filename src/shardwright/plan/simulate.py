@@ -101,7 +101,7 @@ class _Step:
         self.kept: set[int] = set()
         self.released: Seconds = 0.0
         self.computed: Seconds = 0.0
-        self._priced: dict[int, tuple[Seconds, Seconds]] = {}
+        self._priced: dict[int, tuple[Seconds, Seconds, Seconds]] = {}
         self._collectives: dict[tuple[int, int], Seconds] = {}
 
     @property
@@ -114,8 +114,13 @@ class _Step:
         if not stretch.ops:
             return
         if id(stretch) not in self._priced:
-            self._priced[id(stretch)] = (self.prices.compute(stretch), self.prices.launch(stretch))
-        seconds, launch = self._priced[id(stretch)]
+            prices = self.prices
+            self._priced[id(stretch)] = (
+                prices.compute(stretch),
+                prices.launch(stretch),
+                prices.exchanged(stretch),
+            )
+        seconds, launch, waits = self._priced[id(stretch)]
         lanes = self.lanes
         begun = lanes.free["host"]
         lanes.run("host", label, launch, 0.0)
@@ -127,7 +132,7 @@ class _Step:
         seconds = seconds + self.prices.constants.contention * beside
         seconds = seconds + launch if self.preset.host_computes else np.maximum(seconds, launch)
         self.computed += seconds
-        lanes.run("compute", label, seconds, begun)
+        lanes.run("compute", label, seconds + waits, begun)
         self._keep_up()
         del lanes.busy[:-4]
 
@@ -236,7 +241,8 @@ class _Step:
 
     def end(self, ends: list[tuple[Seconds, Seconds]], microbatches: int) -> Timeline:
         """Step when all gradients are there; what more microbatches take is what the last one took."""
-        prices, numel = self.prices, self.workload.trained // self.prices.shards
+        prices, trained = self.prices, self.workload.trained + self.workload.elsewhere
+        numel = trained // prices.shards
         seconds = prices.optimizer(numel)
         if self.offload is None:
             step_s = self.lanes.run("compute", "optimizer", seconds, self.now())

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.plan.axes import ALONE, Axes
 from shardwright.plan.events import cut_from
 from shardwright.plan.predict import Choice, a_microbatch, arguments, chosen_groups, workload_of
 from shardwright.plan.transformer import Architecture, Microbatch, workload
@@ -27,12 +28,14 @@ class Subject:
         rows: of a microbatch on one rank.
         sequence: tokens of a row; None if the sample has no such dim.
         at: takes rows and tokens of a row, and returns the workload of such a microbatch.
+        numbers: of a model that was given as such, and the microbatch; else None.
     """
 
     modules: tuple[tuple[str, ...], ...]
     rows: int
     sequence: int | None
     at: Callable[[int, int | None], Workload]
+    numbers: tuple[Architecture, Microbatch] | None = None
 
     @property
     def workload(self) -> Workload:
@@ -63,7 +66,7 @@ def of_model(
     """
     choice = choice or Choice()
     if isinstance(model, Architecture):
-        return of_architecture(model, a_microbatch(sample, choice))
+        return of_architecture(model, a_microbatch(sample, choice), choice.axes)
     first = _first_tensor(sample)
     rows = first.shape[0] if first is not None else 1
     sequence = first.shape[1] if first is not None and first.dim() > 1 else None
@@ -81,17 +84,20 @@ def names_of_groups(model: nn.Module, choice: Choice) -> tuple[tuple[str, ...], 
     return tuple(() if cut_from(groups, n) is not None else group.modules for n, group in enumerate(groups))
 
 
-def of_architecture(arch: Architecture, batch: Microbatch) -> Subject:
-    """A row of numbers, by the names that its modules have in a model of transformers."""
+def of_architecture(
+    arch: Architecture, batch: Microbatch, axes: Axes = ALONE, name: str = "the model"
+) -> Subject:
+    """A row of numbers, by the names that its modules have in a model of transformers; of a pipeline those of
+    its first stage."""
 
     @cache
     def at(rows: int, sequence: int | None) -> Workload:
-        return workload(arch, replace(batch, sequences=rows, sequence=sequence or batch.sequence))
+        size = replace(batch, sequences=rows, sequence=sequence or batch.sequence)
+        return replace(workload(arch, size, axes), name=name)
 
-    blocks = tuple((f"model.layers.{index}",) for index in range(arch.n_layers))
-    return Subject(
-        (*blocks, ("model.embed_tokens", "model.norm", "lm_head")), batch.sequences, batch.sequence, at
-    )
+    blocks = tuple((f"model.layers.{index}",) for index in range(-(-arch.n_layers // axes.pp)))
+    modules = (*blocks, ("model.embed_tokens", "model.norm", "lm_head"))
+    return Subject(modules, batch.sequences, batch.sequence, at, (arch, batch))
 
 
 def _first_tensor(sample: Any) -> Tensor | None:

@@ -8,11 +8,13 @@ from shardwright.schedule.schedule import Event, EventKind, Phase
 
 
 class OpKind(StrEnum):
-    """What limits an operation: the units that multiply matrices, those in fused attention, or memory."""
+    """What limits an operation: the units that multiply matrices, those in fused attention, memory, or links
+    to other ranks that it waits for."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
     MEMORY = "memory"
+    EXCHANGE = "exchange"
 
 
 class Op(NamedTuple):
@@ -20,7 +22,8 @@ class Op(NamedTuple):
 
     flops: floating-point operations of all of them. nbytes: read and written. narrowest: of a matmul, the
     least of its three sizes. kernels: how many. dtype: that a matmul or an attention multiplies in, by
-    torch's name; "float8" for each kind of 8 bits, and "tf32" for float32 where torch may take TF32.
+    torch's name; "float8" for each kind of 8 bits, and "tf32" for float32 where torch may take TF32. axis:
+    of an exchange, "tp", "cp", "ep" or "pp" (``plan/axes.py``).
     """
 
     kind: OpKind
@@ -29,6 +32,7 @@ class Op(NamedTuple):
     narrowest: float = 1.0
     kernels: int = 1
     dtype: str = "bfloat16"
+    axis: str = ""
 
 
 class Stretch(NamedTuple):
@@ -62,7 +66,8 @@ class GroupSize(NamedTuple):
     that is cut off that one and gathered when it is first read. frozen: elements of frozen weights that
     ``quantize_`` takes, and bytes of their codes in NF4; coded: the same of those that are codes at rest and
     on the wire. per_use: elements of the largest of these, if each is decoded only while it is read; 0: all
-    are decoded with the group.
+    are decoded with the group. elsewhere: elements of experts that other ranks of ep have: the ranks that a
+    parameter is sharded over have shards of these too, and gather only their own.
     """
 
     name: str
@@ -74,6 +79,7 @@ class GroupSize(NamedTuple):
     frozen: tuple[int, int] = (0, 0)
     coded: tuple[int, int] = (0, 0)
     per_use: int = 0
+    elsewhere: int = 0
 
     def at(self, itemsize: int) -> int:
         """Bytes of its parameters with so many for each element, except those that are codes."""
@@ -92,7 +98,9 @@ class Workload:
     with what is computed after it. Layers that are equal may share their ``Stretch``: it is priced once.
     root: the group of what lies right in the model itself; None: there is none. itemsize: bytes of an element
     of parameters while they are computed with. tokens: of the microbatch. outside_nbytes: of what
-    there is before it: inputs, and buffers of modules. name: what people call the model.
+    there is before it: inputs, and buffers of modules. name: what people call the model. parameters: of the
+    whole model, where ranks have parts of it; 0: ``numel``. earlier: where this is the last stage of a
+    pipeline, any of those before it, of the same events.
     """
 
     groups: tuple[GroupSize, ...]
@@ -102,6 +110,8 @@ class Workload:
     tokens: int = 1
     outside_nbytes: int = 0
     name: str = "the model"
+    parameters: int = 0
+    earlier: "Workload | None" = None
 
     @property
     def orders(self) -> dict[Phase, tuple[Event, ...]]:
@@ -125,6 +135,11 @@ class Workload:
     def numel(self) -> int:
         """Parameters of all groups."""
         return sum(group.numel for group in self.groups)
+
+    @property
+    def elsewhere(self) -> int:
+        """Those of experts that other ranks have."""
+        return sum(group.elsewhere for group in self.groups)
 
     @property
     def trained(self) -> int:

@@ -50,6 +50,7 @@ def add_commands(commands: Any) -> None:
     add_arguments(plan)
     asked = plan.add_argument_group("what is asked", "without any: the seconds and bytes of a step")
     asked.add_argument("--search", action="store_true", help="find the fastest way to do it that fits")
+    asked.add_argument("--meshes", action="store_true", help="with --search: sizes of tp, cp, ep and pp too")
     asked.add_argument("--largest", choices=("batch", "sequence"), help="the largest that fits")
     asked.add_argument("--fewest", choices=("ranks",), help="the fewest devices that it fits on")
     asked.add_argument("--savings", action="store_true", help="what each lever of --search frees by itself")

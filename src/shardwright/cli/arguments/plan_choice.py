@@ -11,6 +11,13 @@ RUNTIMES = ("shardwright", "fsdp2", "fsdp1")
 """Names of ``shardwright.plan.presets.PRESETS``."""
 SEARCHED = ("shards", "reshard_after_forward", "keep", "offload", "base", "recompute")
 """What ``--search`` and ``--savings`` try every value of."""
+AXES = {
+    "tp": "ranks that share each layer (default 1)",
+    "cp": "ranks that share each sequence (default 1)",
+    "ep": "ranks that share the experts (default 1)",
+    "pp": "stages of a pipeline (default 1)",
+    "chunks": "stages on each rank, interleaved (default 1)",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--recompute", type=float, metavar="SHARE", help="of the blocks, in the backward: 0 to 1 (default 0)"
     )
+    for name, text in AXES.items():
+        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
     group.add_argument("--base", choices=get_args(Base), help="frozen weights: as they are, or in 4 bits")
 
 
@@ -59,3 +68,7 @@ def check_arguments(known: argparse.Namespace) -> None:
     if tried and (known.search or known.savings):
         flag = "--search" if known.search else "--savings"
         raise ConfigError(f"{flag} tries every --{tried[0].replace('_', '-')} by itself: leave it out")
+    if known.meshes and (not known.search or any(getattr(known, name) for name in AXES)):
+        raise ConfigError(
+            "--meshes goes with --search, and tries --tp, --cp, --ep and --pp by itself: leave them out"
+        )
