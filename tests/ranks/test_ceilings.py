@@ -46,7 +46,12 @@ _HOSTS = "words between hosts go through one rank of each, and no thread is woke
 
 _AHEAD = "a forward's first gathers are launched while words travel: 30 lines"
 
-_MESHES = "meshes of scripts, sequences that ranks share (src/shardwright/parallel): 430 lines"
+_MESHES = (
+    "meshes of scripts and recipes; sequences, experts and layers that ranks share: 1,000 lines "
+    "(src/shardwright/parallel); their prices in plans: 420; pipelines' checkpoints: 70"
+)
+
+_STACKED = "adapters of stacked experts: 160 lines; codes of stacked and packed weights, of the core: 115"
 
 _PUBLISHED = "weights leave as they are made (src/shardwright/publishing): 1,269 lines"
 
@@ -57,27 +62,29 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(13_867, 14_500),
+    "lines that the import loads": Ceiling(13_889, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_225, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
+    "lines loaded after ten steps": Ceiling(17_247, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_110, 1_800, f"{_PLANNED}; {_AHEAD}"),
     "code lines of the core": Ceiling(
-        12_076, 9_700, f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}"
+        12_191,
+        9_700,
+        f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}; {_STACKED}",
     ),
     "code lines of src": Ceiling(
-        40_215,
+        41_274,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
-        f"{_MESHES}",
+        f"{_MESHES}; {_STACKED}",
     ),
     "code lines of tests": Ceiling(
-        48_280,
+        49_482,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700, vLLM 90; the simulated device: 200; shared sequences: 540; "
-        "every mesh: 200",
+        "every mesh: 250; experts, recipes and plans of meshes: 600; stacked experts and torchao: 430",
     ),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(21, 20, "which context-parallel forward runs in a thread"),
