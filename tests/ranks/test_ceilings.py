@@ -64,23 +64,23 @@ CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
     "lines that the import loads": Ceiling(13_889, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_247, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
+    "lines loaded after ten steps": Ceiling(17_259, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_110, 1_800, f"{_PLANNED}; {_AHEAD}"),
     "code lines of the core": Ceiling(
-        12_191,
+        12_192,
         9_700,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}; {_STACKED}",
     ),
     "code lines of src": Ceiling(
-        41_274,
+        41_286,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
         f"{_MESHES}; {_STACKED}",
     ),
     "code lines of tests": Ceiling(
-        49_482,
+        49_516,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700, vLLM 90; the simulated device: 200; shared sequences: 540; "

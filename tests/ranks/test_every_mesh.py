@@ -1,7 +1,12 @@
 """Each way to combine replicas, sharding, tensor, sequence, context, expert and pipeline parallelism on 4
 and 8 ranks trains as one process does, in fp64: losses, norms and parameters of three clipped steps."""
 
+import os
 import random
+import re
+import signal
+import time
+from functools import partial
 from itertools import combinations, product
 
 import pytest
@@ -33,6 +38,7 @@ from shardwright.errors import CheckpointError
 from shardwright.parallel import mean_over_tokens, shift_labels
 from tests.ranks.models import full
 from tests.ranks.pool import on_ranks, run_ranks
+from tests.ranks.scripts import run_scripts
 
 TOLERANCE = 1e-12
 VOCAB, LENGTH, WIDTH, HEADS, LAYERS, ROWS = 16, 16, 16, 8, 4, 4
@@ -337,3 +343,39 @@ def test_a_pipeline_that_is_saved_or_loaded_wrongly_is_told_how(rank, tmp_path):
     del part.blocks["1" if rank == 0 else "2"]
     with pytest.raises(CheckpointError, match=r"no stage of the pipeline has: model/blocks.1"):
         load(tmp_path, model=part, pp=mesh.pp)
+
+
+# ---- ranks that end, where others wait in torch's own collectives
+
+
+def ends(rank, world, sizes, how):
+    """In its third step, the last rank; "sleeps": for longer than the others tell."""
+    mesh = shardwright.mesh(**sizes)
+    positions = torch.arange(LENGTH)[None]
+    if mesh.pp is None:
+        model = sharded(build(False), mesh, False)
+        step = lambda ids: model(ids, positions).square().mean().backward()  # noqa: E731
+    else:
+        _, of_stages = pipeline(mesh, False, False, Schedule1F1B, lambda logits, _: logits.square().mean())
+        step = lambda ids: of_stages(ids, positions, ids)  # noqa: E731
+    for number in range(4):
+        if number == 2 and rank == world - 1:
+            if how == "raises":
+                raise ValueError("no data")
+            os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else time.sleep(6.0)
+        step(torch.zeros(ROWS, LENGTH, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("axis", "how", "told"),
+    [
+        ("pp", "raises", r"failed: rank 1 raised ValueError: no data in .*test_every_mesh.py:\d+ in ends"),
+        ("tp", "killed", r"lost: rank 1 is lost: the process ended without a word"),
+        ("pp", "sleeps", r"slow: rank 0 has been [\d.]+ s in torch.distributed._wait_batch_p2p .*"
+            r"\(rank 1: idle at tests/ranks/test_every_mesh.py:\d+ in ends\)"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_others_wait_for_in_torchs_own_collectives_is_named_with_its_line(axis, how, told):
+    sizes = {"dp": 1, axis: 2}
+    first, _ = run_scripts(2, partial(ends, sizes=sizes, how=how), "suspect_s=0.5")
+    assert re.search(told, first.stderr), first.stderr

@@ -121,8 +121,9 @@ def packs(local: torch.Tensor) -> bool:
     """Whether a tensor is of a class that packs a weight in other dtypes than its own, as torchao's do."""
     if type(local) in (torch.Tensor, nn.Parameter) or not hasattr(local, "__tensor_flatten__"):
         return False
-    parts: Any = local
-    return any(getattr(local, name).dtype != local.dtype for name in parts.__tensor_flatten__()[0])
+    made: Any = local
+    parts = [getattr(local, name) for name in made.__tensor_flatten__()[0]]  # a DTensor's mesh among them
+    return any(isinstance(part, torch.Tensor) and part.dtype != local.dtype for part in parts)
 
 
 Typed = Sequence[tuple[ShardedParam, torch.dtype, torch.dtype]]

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
+from torch.distributed import DistError
 
 from shardwright import clock
 from shardwright.engine.listeners import listeners
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SHARDWRIGHT_WATCH"
 """The policy of programs that don't call ``set_watch``: see ``WatchPolicy.from_text``."""
 
+_GLOO = "gloo/transport/"  # in what its collectives raise where a peer has ended
 _LINGER_S = 3.0  # at most, of the process that holds the store, until the others have read what is there
 _STORE_S = 1.0  # at most, for each answer of the store to a process that ends
 
@@ -191,6 +193,9 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
         listeners.amend(error)
     _lifecycle.hook(kind, error, trace)
     if _lifecycle.watch is not None and ours:
+        watch, is_torchs = _lifecycle.watch, isinstance(error, DistError) or _GLOO in str(error)
+        if is_torchs and isinstance(error, RuntimeError) and (better := watch.explain(error)) is not error:
+            print(better, file=sys.stderr, flush=True)  # a peer had ended
         with hasty(_STORE_S):
             _lifecycle.watch.look()
         if process_state.diagnosis is not None and not process_state.delivered:

@@ -24,7 +24,12 @@ _OURS = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = os.sep + "site-packages" + os.sep
 _MADE = "<string>"  # exec and eval
-_C10D = _TORCH + os.path.join("distributed", "distributed_c10d.py")
+_DISTRIBUTED = _TORCH + "distributed" + os.sep
+_C10D = _DISTRIBUTED + "distributed_c10d.py"
+_WAITS = {  # of tensor parallelism, and between a pipeline's stages
+    _DISTRIBUTED + "_functional_collectives.py": "wait_tensor",
+    os.path.join(_DISTRIBUTED, "pipelining", "schedules.py"): "_wait_batch_p2p",
+}
 _WATCHING = ("shardwright-watch", "shardwright-store", "shardwright-signals")
 _SAMPLE_S = 0.1  # at least between two samples: a share of less says nothing
 _BUSY_SHARE = 0.05  # of a core: below it a process counts as idle, if no thread of it is runnable either
@@ -71,8 +76,9 @@ def foreign_call(frame: FrameType | None) -> tuple[str, object]:
     """The ``torch.distributed`` function that a thread is in, and the frame that called it; ("", None)."""
     name, caller = "", None
     while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or not name):
-        if frame.f_code.co_filename == _C10D:
-            name, caller = frame.f_code.co_name, frame.f_back
+        path, function = frame.f_code.co_filename, frame.f_code.co_name
+        if path == _C10D or function == _WAITS.get(path):
+            name, caller = function, frame.f_back
         elif not frame.f_code.co_filename.startswith(_TORCH):
             break
         frame = frame.f_back
