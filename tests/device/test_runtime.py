@@ -247,8 +247,9 @@ _ON_HOSTS = "only hosts have it: an accelerator's collectives are launched at on
 _SAVES = "ranks come to a save by words in a store, which a test of its own shows"
 _SUMS = "no schedule here sums its memory; tests/ranks/test_flips.py shows that"
 NOT_REACHED = {
-    "checkpoint/save.py save: asked.group.arrive(f'save(step={step})')": _SAVES,
-    "checkpoint/save.py async_save: asked.group.arrive(f'async_save(step={step})')": _SAVES,
+    "checkpoint/save.py save: asked.arrive(f'save(step={step})', pp)": _SAVES,
+    "checkpoint/save.py async_save: asked.arrive(f'async_save(step={step})', pp)": _SAVES,
+    "checkpoint/save.py _Save.arrive: self.group.arrive(call)": _SAVES,
     "clients/strategies.py on_rank_0: group.arrive(what)": _SAVES,
     "engine/groups/summed.py Sums.check: self.forget(tensor)": _SUMS,
     "engine/groups/summed.py SummedGroup.wait: super().wait()": _SUMS,

@@ -74,13 +74,13 @@ CEILINGS = {
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}; {_STACKED}",
     ),
     "code lines of src": Ceiling(
-        41_286,
+        41_287,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
         f"{_MESHES}; {_STACKED}",
     ),
     "code lines of tests": Ceiling(
-        49_516,
+        49_517,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700, vLLM 90; the simulated device: 200; shared sequences: 540; "

@@ -241,7 +241,8 @@ class _Save:
 
     def arrive(self, call: str, pp: DeviceMesh | None) -> None:
         """All ranks have come; of a pipeline's, which stage each has is known."""
-        self.group.arrive(call if pp is None else f"{call}, of a pipeline with pp=")
+        call += "" if pp is None else ", of a pipeline with pp="
+        self.group.arrive(call)
         if pp is not None:
             self.stages = self.group.together(call, pp.get_local_rank)
 
