@@ -3,7 +3,11 @@
 import copy
 
 import pytest
+
+pytest.importorskip("peft", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
+import peft
 import torch
+import transformers
 
 from shardwright import full_state_dict, fully_shard, quantize_
 from shardwright.lora import Lora, add_lora, load_adapter, merge_lora, read_lora, save_adapter
@@ -11,9 +15,6 @@ from tests.hf.models import SIZES
 from tests.ranks.models import full
 from tests.ranks.pool import on_ranks
 from tests.ranks.test_lora import perturb
-
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 HOW = pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])

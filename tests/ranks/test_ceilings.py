@@ -62,7 +62,7 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(13_889, 14_500),
+    "lines that the import loads": Ceiling(13_890, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
     "lines loaded after ten steps": Ceiling(17_259, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
     "files of a step": Ceiling(26, 24),
@@ -80,7 +80,7 @@ CEILINGS = {
         f"{_MESHES}; {_STACKED}",
     ),
     "code lines of tests": Ceiling(
-        49_517,
+        49_518,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700, vLLM 90; the simulated device: 200; shared sequences: 540; "

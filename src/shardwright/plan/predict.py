@@ -60,8 +60,11 @@ class Choice:
             which they run, and never the group that runs last.
         keep: share of the groups that stay unsharded from their forward to their backward, 0 to 1: the ones
             that the backward needs first. The others are resharded as ``reshard_after_forward`` says.
-        tp, cp, ep, pp: the sizes of ``shardwright.mesh``, of a model in numbers. A microbatch is then of the
-            tp x cp x pp ranks that share it, and ``shards`` counts ranks that dp and cp have.
+        tp: as ``shardwright.mesh`` has it, as the next three; of a model in numbers. A microbatch is then of
+            the tp x cp x pp ranks that share it, and ``shards`` counts ranks that dp and cp have.
+        cp: ranks that share each sequence.
+        ep: ranks that share the experts.
+        pp: stages of a pipeline.
         chunks: stages of a pipeline on each rank: 1 is 1F1B, more are interleaved.
 
     Raises:
