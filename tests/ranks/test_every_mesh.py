@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 import shardwright
 from examples.experts import RoutedExperts
-from shardwright import clip_grad_norm_, context_parallel, fully_shard
+from shardwright import clip_grad_norm_, context_parallel, expert_parallel, fully_shard
 from shardwright.checkpoint import load, save
 from shardwright.errors import CheckpointError
 from shardwright.parallel import mean_over_tokens, shift_labels
@@ -145,12 +145,9 @@ def sharded(model, mesh, sp):
         tensor_parallel(model, mesh.tp, sp)
     if mesh.cp is not None:
         context_parallel(model, mesh)
+    if any(isinstance(block.mlp, RoutedExperts) for block in model.blocks.values()):
+        expert_parallel(model, mesh)
     for block in model.blocks.values():
-        if isinstance(block.mlp, RoutedExperts):
-            if mesh.ep is not None:
-                block.mlp.spread(mesh.ep)
-            fully_shard(block.mlp.experts, mesh=mesh.experts)
-            block.mlp.experts.set_gradient_divide_factor(mesh.loss_group.size())
         fully_shard(block, mesh=mesh.shard)
     return fully_shard(model, mesh=mesh.shard)
 
@@ -255,18 +252,14 @@ def every_mesh():
                 yield world, {"dp": 1} | sizes | ep, sp, make
 
 
-IN_CI = (
-    {"dp": 1, "pp": 2, "cp": 2},
-    {"dp": 2, "tp": 2, "ep": 2},
-    {"dp": 2, "pp": 2, "tp": 2},
-    {"dp": 1, "replicate": 2, "cp": 2, "ep": 2},
-)
+IN_CI = ({"dp": 1, "pp": 2, "cp": 2}, {"dp": 2, "tp": 2, "ep": 2})
 TABLE = [
     pytest.param(*each, marks=() if each[1] in IN_CI else pytest.mark.exhaustive, id=str(number))
     for number, each in enumerate(every_mesh())
 ]
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize(("world", "sizes", "sp", "make"), TABLE)
 def test_every_mesh_trains_as_one_process(world, sizes, sp, make):
     run_ranks(world, trains, sizes, sp, make)
@@ -366,6 +359,7 @@ def ends(rank, world, sizes, how):
         step(torch.zeros(ROWS, LENGTH, dtype=torch.long))
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize(
     ("axis", "how", "told"),
     [
