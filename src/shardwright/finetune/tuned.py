@@ -200,7 +200,7 @@ def _check(
     ]
     for name, parts in adapters.items():
         weight, (a, b) = state.get(name), (parts[f"lora_{x}.weight"] for x in "AB")
-        shape = (b.shape[0], a.shape[1])[:: -1 if is_transposed(model, name) else 1]
+        shape = (b.shape[0], a.shape[1])[:: -1 if weight is not None and is_transposed(model, name) else 1]
         if weight is not None and weight.ndim == 3:
             shape = (len(a) // lora.rank, *shape)
         if weight is None or tuple(weight.shape) != shape:
