@@ -161,11 +161,11 @@ class Snapshot:
 
     def told(self) -> Told:
         """What rank 0 is to know of it: its tensors, no pieces yet, and the small state."""
-        none, aliases = (), self.aliases
-        return {
-            key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], none, aliases.get(key, ()), p.sharded)
+        tensors = {
+            key: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], (), self.aliases.get(key, ()), p.sharded)
             for key, p in self.parts.items()
-        }, dict(self.state)
+        }
+        return tensors, dict(self.state)
 
     def described(self) -> dict[str, str]:
         """What must be equal on all ranks, as text by key."""
@@ -427,9 +427,9 @@ def _of_all_stages(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         groups = [{**group, "params": []} for group in optimizer.get("groups", ())]
         return {**state, "model": {}, "optimizer": [optimizer.get("kind"), groups]}
 
-    first = same(states[0])
-    for stage, state in enumerate(states):
-        if differs := sorted(k for k in {*first, *state} if first.get(k) != same(state).get(k)):
+    first, *others = map(same, states)
+    for stage, other in enumerate(others, 1):
+        if differs := sorted(k for k in {*first, *other} if first.get(k) != other.get(k)):
             raise CheckpointError(
                 f"stage {stage} of the pipeline has another {' and '.join(differs)} than stage 0; give all "
                 "the same extra, the same kind of optimizer, and groups with the same options"
