@@ -24,6 +24,7 @@ _NAMES = {
     "engine.optimizers.in_backward": "StepInBackward",
     "observe.explain": "Explanation explain",
     "ops.gather": "gathered scattered",
+    "ops.owned": "other_params owned_params",
     "clients.install": "install uninstall",
     "ops.linear_loss": "linear_cross_entropy",
     "ops.loss": "loss_weights",
@@ -31,6 +32,7 @@ _NAMES = {
     "observe.watch.lifecycle": "set_watch",
     "parallel": "Mesh context_parallel expert_parallel mesh",
     "params.at_rest": "pickle_shards",
+    "params.ragged": "Blocks Owned",
     "policy": """
         BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims DiskOffloadPolicy Grouping
         MixedPrecisionPolicy OffloadPolicy OptimizerOffloadPolicy SchedulePolicy WatchPolicy

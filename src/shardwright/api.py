@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardwright.engine.building.grouping import Groups
     from shardwright.engine.costs import Stats
     from shardwright.observe.memory.out_of_memory import Exhausted
+    from shardwright.params.ragged import Layout
     from shardwright.plan.cluster import Cluster
     from shardwright.plan.file import Plan
 
@@ -48,6 +49,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     groups: "Groups | None" = None,
     shard_over_all: bool = False,
+    layout: "Layout" = None,
     plan: "Plan | str | Path | None" = None,
     cluster: "Cluster | str | Path | None" = None,
     sample: Any = None,
@@ -76,7 +78,8 @@ def fully_shard(
             in between, and from a microbatch that doesn't reduce (``set_requires_gradient_sync(False)``) to
             the next one.
         shard_placement_fn: called with each parameter. It returns the ``Shard(dim)`` to split it on (uneven
-            splits are allowed), None for dim 0, or a ``ShardPlacementResult`` to shard it on another mesh.
+            splits are allowed), None for equal rows, an ``Owned`` or ``Blocks`` for other ones, or a
+            ``ShardPlacementResult`` to shard it on another mesh.
         mp_policy: mixed precision; see ``MixedPrecisionPolicy``.
         offload_policy: what is on the host at rest; see ``CPUOffloadPolicy``.
         ignored_params: parameters that are neither sharded nor moved; their gradients aren't reduced.
@@ -89,6 +92,10 @@ def fully_shard(
         shard_over_all: shard over both axes of a 2-D mesh (nodes, ranks of a node), so that nothing is stored
             twice. The first forward of a step gathers over all ranks, between nodes first; shards over the
             node are kept for the backward, and for the next microbatch after one that doesn't reduce.
+        layout: which part of a parameter each rank has, where ``shard_placement_fn`` doesn't say. None or
+            "rows": equal rows. "owner": each hidden matrix, and each expert of a stack, is whole on one
+            rank, so that all own about as much; see ``owned_params``. An ``Owned`` or ``Blocks`` is for all
+            parameters.
         plan: the plan that ``shardwright.plan.search`` found for this model, or the path of its file. It sets
             all groups, what is resharded, the dtypes, copies of shards, the schedule's policy, what is on the
             host at rest, whether frozen weights are quantised, and the modules under activation
@@ -128,6 +135,7 @@ def fully_shard(
         offload_policy,
         dp_mesh_dims,
         over_all=shard_over_all,
+        layout=layout,
     )
     ignored = {id(param) for param in ignored_params or ()}
     if plan is not None or cluster is not None or sample is not None:

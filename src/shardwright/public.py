@@ -28,8 +28,10 @@ from shardwright.ops.gather import gathered, scattered
 from shardwright.ops.linear_loss import linear_cross_entropy
 from shardwright.ops.lockstep import lockstep
 from shardwright.ops.loss import loss_weights
+from shardwright.ops.owned import other_params, owned_params
 from shardwright.parallel import Mesh, context_parallel, expert_parallel, mesh
 from shardwright.params.at_rest import pickle_shards
+from shardwright.params.ragged import Blocks, Owned
 from shardwright.policy import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -52,6 +54,7 @@ from shardwright.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",
+    "Blocks",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "DiskOffloadPolicy",
@@ -64,6 +67,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimizerOffloadPolicy",
+    "Owned",
     "Publisher",
     "Receiver",
     "ReduceScatterBucketer",
@@ -89,6 +93,8 @@ __all__ = [
     "mesh",
     "nf4",
     "offload_states",
+    "other_params",
+    "owned_params",
     "pickle_shards",
     "publish",
     "quantize_",

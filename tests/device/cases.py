@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright import (
+    Blocks,
     CPUOffloadPolicy,
     DiskOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    Owned,
     ReduceScatterBucketer,
     SchedulePolicy,
     StepInBackward,
@@ -58,6 +60,7 @@ IN_FILES = {"offload_policy": DiskOffloadPolicy(folder=tempfile.gettempdir())}
 KEPT = {"offload_policy": OptimizerOffloadPolicy()}
 GRADS_STAY = {"offload_policy": CPUOffloadPolicy(grads=False)}
 STATE_ALONE = {"offload_policy": CPUOffloadPolicy(params=False, grads=False)}
+OWNED = {"shard_placement_fn": lambda param: Owned(param.numel() % 2) if param.ndim == 2 else None}
 ON_DIM_1 = {"shard_placement_fn": lambda param: Shard(param.ndim - 1) if param.ndim else None}
 
 
@@ -251,6 +254,13 @@ OTHERS: dict[str, tuple[int, Callable[[random.Random], tuple[nn.Module, int]], d
     "different layers by rank, offloaded": (2, routed(), OFFLOADED),
     "different quantised layers by rank": (2, encoded("group", Routed), {}),
     "another dim, in a smaller world": (4, layers, SMALLER | ON_DIM_1),
+    "whole matrices": (2, layers, OWNED),
+    "whole matrices, half": (2, layers, OWNED | HALF),
+    "whole matrices, hybrid": (4, layers, OWNED | {"hybrid": True}),
+    "whole matrices, sharded over all": (4, layers, OWNED | {"hybrid": True, "shard_over_all": True}),
+    "whole matrices, in a smaller world": (4, layers, OWNED | SMALLER),
+    "whole matrices, offloaded": (2, layers, OWNED | OFFLOADED),
+    "blocks of chosen sizes": (2, layers, {"layout": Blocks(2, shares=(2, 1))}),
     "groups cut in two": (2, layers, {"cut": True}),
     "groups cut in two, offloaded": (2, layers, {"cut": True} | OFFLOADED),
     "custom collectives": (2, layers, {"custom": True}),

@@ -111,6 +111,22 @@ class Communicator:
 
         return self._launch(lambda: [each.tensor().clone() for each in places], write)
 
+    def broadcast(self, tensors: Any, options: Any) -> "Work":
+        (place,) = map(self._address, tensors)
+        root = options.rootRank
+        return self._launch(lambda: place.tensor().clone(), lambda found: place.tensor().copy_(found[root]))
+
+    def reduce(self, tensors: Any, options: Any) -> "Work":
+        (place,) = map(self._address, tensors)
+
+        def write(found: list[Any]) -> None:
+            if self.rank() == options.rootRank:
+                place.tensor().copy_(
+                    sum_in_rank_order([each.clone() for each in found], found[0].dtype, None)
+                )
+
+        return self._launch(lambda: place.tensor().clone(), write)
+
     def send(self, tensors: Any, to: int, _: int) -> "Work":
         place = self._device.memory.address(*tensors)
         return self._launch_between(to, lambda: place.tensor().clone(), lambda _: None)

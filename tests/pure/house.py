@@ -86,6 +86,7 @@ HOOKS_FILES = (
     "ops/linear_loss.py",
     "parallel/exchange.py",
     "params/load_plain.py",
+    "params/ragged.py",
     "wrapper/saving.py",
 )
 STAGES_FILE = "engine/groups/group.py"

@@ -147,13 +147,26 @@ def test_spans_of_neighbours_are_joined_and_those_of_some_ranks_are_within_them(
         assert (start, stop) == (spans[3 * place][0], spans[3 * place + 2][1])
     for first in (0, 3):
         begin = first * (2 + gap)
-        within = spans.within(begin, 3)
+        within = spans.within(first, 3)
         parts = [tuple(max(0, end - begin) for end in spans[first + place]) for place in range(3)]
         assert list(within) == parts and within.end <= 6 + 2 * gap
     with pytest.raises(IndexError):
         spans[6]
     assert spans[-6] == spans[0]
-    assert Spans(6, 2, end, gap).within(spans.end + 1, 1).end == 0
+    assert Spans(6, 2, end, gap).within(21, 1).end == 0
+
+
+def test_spans_of_chosen_sizes_are_joined_and_those_of_some_ranks_are_within_them():
+    layout = ParamLayout((6, 2), 4, 0, (0, 3, 1, 2))
+    spans = layout.spans
+    assert list(spans) == [(0, 0), (0, 6), (6, 8), (8, 12)] == [layout.span(rank) for rank in range(4)]
+    assert spans.is_ragged and not spans.is_even and not spans.is_chunked and spans[-1] == (8, 12)
+    assert list(spans.joined(2)) == [(0, 6), (6, 12)] and spans.joined(2).is_even
+    assert list(spans.within(2, 2)) == [(0, 2), (2, 6)]
+    assert [layout.shard_shape(rank) for rank in range(4)] == [(0, 2), (3, 2), (1, 2), (2, 2)]
+    assert layout.like((6, 5)).spans[1] == (0, 15) and layout.like((8,)).sizes is None
+    with pytest.raises(IndexError):
+        spans[4]
 
 
 def test_regions_are_aligned_to_a_cache_line_and_to_the_loads_of_nccl():

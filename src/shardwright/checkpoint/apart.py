@@ -126,14 +126,17 @@ class _Cut:
 
 
 def dtensor_over(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    kind: Any = DTensor,
 ) -> DTensor:
     """A DTensor of this shape over the memory of ``local``, wherever it lies: ``from_local`` moves what is
     offloaded."""
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return kind(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
 def made_state(optimizer: Optimizer, p: torch.Tensor, group: Mapping[str, Any], default: torch.device) -> Any:

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.apart import Apart, taken_apart
+from shardwright.checkpoint.apart import Apart, dtensor_over, taken_apart
 from shardwright.checkpoint.flat import FlatSlice, Saved, base_tensor, is_like, layout_of, views_of
-from shardwright.checkpoint.format import Box, chunk
+from shardwright.checkpoint.format import Box
 from shardwright.checkpoint.shardfile import DTYPE_NAME
 from shardwright.checkpoint.tree import Tensors, encode, put
 from shardwright.errors import CheckpointError
-from shardwright.params.placement import cuts_of
+from shardwright.params.placement import RaggedShard, cuts_of, held_by, shard_behind
 from shardwright.torch_private import COMPILED, StridedShard, local_of
 from shardwright.xla.placeholder import Placeholder
 
@@ -121,20 +121,14 @@ def box_of(key: str, tensor: torch.Tensor) -> Box | None:
 def box_at(
     key: str, shape: tuple[int, ...], placements: Any, mesh_shape: tuple[int, ...], at: tuple[int, ...]
 ) -> Box:
-    """The box of a tensor held at coordinate ``at`` of a mesh: each ``Shard`` cuts as torch.chunk does, in
-    mesh order; then those that data parallelism cut out of what tensor parallelism had left (strided).
-
-    Raises: CheckpointError for other placements.
-    """
+    """The box of a tensor held at coordinate ``at`` of a mesh. Raises: CheckpointError for placements that
+    give it none."""
     for axis, placement in enumerate(placements):
         if not _has_boxes(axis, placements, mesh_shape):
             raise CheckpointError(
                 f"{key}: placement {placement} can't be saved; redistribute it to Shard or Replicate"
             )
-    offset, size = [0] * len(shape), list(shape)
-    for axis, placement in cuts_of(placements):
-        start, size[placement.dim] = chunk(size[placement.dim], mesh_shape[axis], at[axis])
-        offset[placement.dim] += start
+    offset, size = held_by(placements, shape, mesh_shape, at)
     return Box(tuple(offset), tuple(size))
 
 
@@ -142,7 +136,7 @@ def _has_boxes(axis: int, placements: Any, mesh_shape: tuple[int, ...]) -> bool:
     """Whether a rank holds a box: a strided cut must be of what the plain cuts of its dim have left."""
     placement = placements[axis]
     if not isinstance(placement, StridedShard):
-        return isinstance(placement, (Shard, Replicate))
+        return isinstance(placement, (Shard, Replicate, RaggedShard))
     others = [(a, p) for a, p in cuts_of(placements) if a != axis and p.dim == placement.dim]
     before = prod(mesh_shape[a] for a, _ in others if a > axis)
     return placement.split_factor == before and all(isinstance(p, Shard) for _, p in others)
@@ -153,12 +147,14 @@ class Live:
     """The state of a model, and of its optimizer and extra state if given.
 
     ``tensors`` maps keys to live tensors (DTensor or plain; the same memory, not copies), ``aliases`` a
-    stored key to the further keys of the same tensor, ``state`` is the small state as JSON.
+    stored key to the further keys of the same tensor, ``state`` is the small state as JSON. ``owned``: the
+    parameters in the optimizer that this rank alone may have there, since it owns them.
     """
 
     tensors: Tensors
     aliases: Mapping[str, tuple[str, ...]]
     state: Mapping[str, Any]
+    owned: frozenset[str] = frozenset()
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> Live:
@@ -170,6 +166,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
     """
     tensors: Tensors = {}
     state: dict[str, Any] = {"model": {}}
+    owned = set[str]()
     named, aliases = model_tensors(model)
     for name, value in named.items():
         if isinstance(value, Saved):
@@ -179,12 +176,17 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
         else:  # get_extra_state() of a module
             state["model"][name] = encode(value, f"model/{name}", tensors)
     if optimizer is not None:
-        state["optimizer"] = _collect_optimizer(optimizer, names_of(named), tensors)
+        state["optimizer"] = _collect_optimizer(optimizer, names_of(named), tensors, owned)
     if extra is not None:
         check_extra(extra)
         given = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in extra.items()}
         state["extra"] = encode(given, "extra", tensors)
-    return Live(tensors, {f"model/{k}": tuple(f"model/{a}" for a in v) for k, v in aliases.items()}, state)
+    return Live(
+        tensors,
+        {f"model/{k}": tuple(f"model/{a}" for a in v) for k, v in aliases.items()},
+        state,
+        frozenset(owned),
+    )
 
 
 def check_extra(extra: Any) -> None:
@@ -241,12 +243,13 @@ def names_of(named: Mapping[str, Any]) -> dict[int, dict[str, Saved]]:
 
 
 def _collect_optimizer(
-    optimizer: Optimizer, held: Mapping[int, Mapping[str, Saved]], tensors: Tensors
+    optimizer: Optimizer, held: Mapping[int, Mapping[str, Saved]], tensors: Tensors, owned: set[str]
 ) -> dict[str, Any]:
     groups, state = [], {}
     places = {identity: place for place, identity in enumerate(held)}
     for i, group in enumerate(optimizer.param_groups):
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in held]
+        shards = {p: shard_behind(p) for p in group["params"]}
+        unknown = [tuple(p.shape) for p, shard in shards.items() if id(shard) not in held]
         if unknown:
             raise CheckpointError(
                 f"optimizer group {i} has {len(unknown)} parameters that are not the model's "
@@ -255,11 +258,12 @@ def _collect_optimizer(
             )
         hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         # An optimizer may list them in an order of its own on each rank, as one that was built from a set.
-        params = sorted(group["params"], key=lambda p: places[id(p)])
-        names = [name for p in params for name in held[id(p)]]
+        params = sorted(shards, key=lambda p: places[id(shards[p])])
+        names = [name for p in params for name in held[id(shards[p])]]
+        owned.update(name for p, shard in shards.items() if p is not shard for name in held[id(shard)])
         groups.append({"params": names, **encode(hyper, f"optimizer/<group {i}>", tensors)})
         for p in params:
-            for name, value in held[id(p)].items() if p in optimizer.state else ():
+            for name, value in held[id(shards[p])].items() if p in optimizer.state else ():
                 own = state_of(optimizer, p, name, value)
                 state[name] = encode(own, f"optimizer/{name}", tensors, {})
     return {"kind": type(optimizer).__qualname__, "groups": groups, "state": state}
@@ -272,6 +276,8 @@ def state_of(optimizer: Optimizer, p: torch.Tensor, name: str, value: Saved) -> 
         CheckpointError: state of a flat parameter that can't be told apart by its tensors.
     """
     state = optimizer.state[p]
+    if shard_behind(p) is not p:
+        return _as_shards(state, p, name)
     if not isinstance(value, FlatSlice):
         return state
     for key, found in state.items():
@@ -285,6 +291,29 @@ def state_of(optimizer: Optimizer, p: torch.Tensor, name: str, value: Saved) -> 
                 "tensors as state, or wrap the model with use_orig_params=True"
             )
     return {k: FlatSlice(v, value.entry) if is_like(v, p) and p.ndim else v for k, v in state.items()}
+
+
+def _as_shards(state: Mapping[str, Any], p: torch.Tensor, name: str) -> dict[str, Any]:
+    """The state of a matrix that this rank owns, as the shard's: what has as many rows is cut as that is.
+
+    Raises: CheckpointError for what belongs to some experts of a stack, and doesn't say to which.
+    """
+    shard: DTensor = shard_behind(p)
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        if len(value) == len(p):
+            shape = (len(shard), *value.shape[1:])
+            return dtensor_over(value, shard.device_mesh, shard.placements, shape, type(shard.detach()))
+        if len(p) < len(shard):
+            raise CheckpointError(
+                f"optimizer/{name}: state of shape {list(value.shape)} for the {len(p)} experts of a stack "
+                f"that this rank has, expected {len(p)} in its first dim; keep state for each expert"
+            )
+        return value
+
+    return {key: placed(value) for key, value in state.items()}
 
 
 def rng_state() -> dict[str, Any]:

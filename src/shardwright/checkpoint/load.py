@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright import clock
@@ -47,7 +48,15 @@ from shardwright.checkpoint.writer import loaded
 from shardwright.checksum import crc32
 from shardwright.errors import CheckpointError, DamagedError, UnreadError
 from shardwright.files import reading
-from shardwright.torch_private import COMPILED, EXTRA_STATE, buffers_of, look_up_again, parameters_of
+from shardwright.params.placement import shard_behind
+from shardwright.torch_private import (
+    COMPILED,
+    EXTRA_STATE,
+    buffers_of,
+    local_of,
+    look_up_again,
+    parameters_of,
+)
 
 T = TypeVar("T")
 _ATTEMPTS = 3  # of a load that finds a file that can't be read
@@ -445,11 +454,15 @@ def install(todo: LoadTargets, filled: Mapping[str, Target], small: Mapping[str,
         for group, index in zip(todo.optimizer.param_groups, todo.groups, strict=True):
             _set_group(group, decode(without_params(saved["groups"][index]), value_of))
             for p in group["params"]:
-                tree = saved["state"].get(next(iter(todo.held[id(p)])))
+                shard = shard_behind(p)
+                tree = saved["state"].get(next(iter(todo.held[id(shard)])))
                 if tree is None:
                     todo.optimizer.state.pop(p, None)
-                else:
-                    todo.optimizer.state[p] = decode(tree, value_of)
+                    continue
+                todo.optimizer.state[p] = state = decode(tree, value_of)
+                if shard is not p:  # a matrix that this rank owns: plain, as its state is
+                    for key, each in state.items():
+                        state[key] = local_of(each) if isinstance(each, DTensor) else each
     for key in _sharded_extra(todo):
         _restore(
             f"load_state_dict of extra/{key}",

@@ -28,7 +28,7 @@ from shardwright.checkpoint.format import Box, Manifest, Piece, TensorEntry, crc
 from shardwright.checkpoint.live import Part, collect, part_of, rng_state
 from shardwright.checkpoint.shardfile import DTYPE_NAME, Item, bits_in_chunks, write_shard
 from shardwright.checkpoint.storage import Unpublished
-from shardwright.checkpoint.tree import Tensors, encode, leaves
+from shardwright.checkpoint.tree import Tensors, encode, keys_in, leaves
 from shardwright.checkpoint.url import Location, location_of
 from shardwright.checkpoint.writer import Keep, Writer, keep_of, line_of, saved, whole_number
 from shardwright.checksum import crc32
@@ -147,7 +147,8 @@ class Snapshot:
     """What this rank is about to write: its part of every tensor, and the small state.
 
     ``rng`` is this rank's own random state, its tensors under ``rng/RANK``. ``fault`` is why the state
-    could not be collected; it is raised where all ranks can hear it. ``crcs`` is the CRC-32 of each piece, by
+    could not be collected; it is raised where all ranks can hear it. ``owned``: of which parameters this rank
+    alone may have the optimizer's state. ``crcs`` is the CRC-32 of each piece, by
     key and offset, as it was copied for a save in the background.
     """
 
@@ -157,6 +158,7 @@ class Snapshot:
     rng: Any = None
     rng_parts: Mapping[str, Part] = field(default_factory=dict)
     fault: str = ""
+    owned: frozenset[str] = frozenset()
     crcs: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
     def told(self) -> Told:
@@ -166,6 +168,31 @@ class Snapshot:
             for key, p in self.parts.items()
         }
         return tensors, dict(self.state)
+
+    def told_of_owned(self) -> Told:
+        """The same, of the optimizer's state that this rank alone may have."""
+        tensors, state = self.told()
+        optimizer = state.get("optimizer", {"groups": (), "state": {}})
+        groups = [[name for name in group["params"] if name in self.owned] for group in optimizer["groups"]]
+        own = {name: tree for name, tree in optimizer["state"].items() if name in self.owned}
+        keys = {key for tree in own.values() for key in keys_in(tree)}
+        return {key: tensors[key] for key in keys}, {"groups": groups, "state": own}
+
+    @property
+    def of_all(self) -> "Snapshot":
+        """What every rank has: without that."""
+        if not self.owned:
+            return self
+        tensors, own = self.told_of_owned()
+        optimizer = self.state["optimizer"]
+        groups = [
+            {**group, "params": [name for name in group["params"] if name not in self.owned]}
+            for group in optimizer["groups"]
+        ]
+        state = {name: tree for name, tree in optimizer["state"].items() if name not in own["state"]}
+        optimizer = {**optimizer, "groups": groups, "state": state}
+        parts = {key: part for key, part in self.parts.items() if key not in tensors}
+        return replace(self, parts=parts, state={**self.state, "optimizer": optimizer}, owned=frozenset())
 
     def described(self) -> dict[str, str]:
         """What must be equal on all ranks, as text by key."""
@@ -191,12 +218,17 @@ def _snapshot(
     rng_tensors: Tensors = {}
     try:
         live = collect(model, optimizer, extra)
-        parts = {key: part_of(key, tensor, rank - first) for key, tensor in live.tensors.items()}
+        alone = {f"optimizer/{name}" for name in live.owned}
+        parts = {
+            # Nobody else may have what is plain in the state of a matrix that this rank owns.
+            key: part_of(key, tensor, 0 if "/".join(key.split("/")[:2]) in alone else rank - first)
+            for key, tensor in live.tensors.items()
+        }
         rng = encode(rng_state(), f"rng/{rank}", rng_tensors)
         rng_parts = {key: part_of(key, tensor, 0) for key, tensor in rng_tensors.items()}
     except CheckpointError as error:
         return Snapshot({}, {}, {}, fault=str(error))
-    return Snapshot(parts, live.aliases, live.state, rng, rng_parts)
+    return Snapshot(parts, live.aliases, live.state, rng, rng_parts, owned=live.owned)
 
 
 _staging: dict[str, torch.Tensor] = {}
@@ -254,12 +286,12 @@ class _Save:
     def run(self, snapshot: Snapshot, pace: background.Pace | None = None) -> Location:
         """Every rank writes its pieces, rank 0 publishes. pace: of a save in the background."""
         group, what = self.group, f"saving step {self.step} to {self.path}"
-        described = {**snapshot.described(), "path": str(self.path)}
+        described = {**snapshot.of_all.described(), "path": str(self.path)}
         with contextlib.ExitStack() as stack:
-            begun = group.together(what, lambda: self._begin(stack, snapshot.fault, hash_of(described)))
+            begun = group.together(what, lambda: self._begin(stack, snapshot, hash_of(described)))
             attempt: Any = begun[0][0]
             stack.callback(self.storage.discard, attempt)
-            prints = [fingerprint for _, fingerprint in begun]
+            prints = [fingerprint for _, fingerprint, _ in begun]
             if len({*zip(self.stages, prints, strict=True)}) > len({*self.stages}):
                 empty = {k for k, part in snapshot.parts.items() if part.sharded and not part.local.numel()}
                 compared = group.together(what, lambda: (described, empty))
@@ -267,14 +299,17 @@ class _Save:
                     ranks_of = [rank for rank, each in enumerate(self.stages) if each == stage]
                     if len({prints[rank] for rank in ranks_of}) > 1:
                         _raise_difference(what, {rank: compared[rank] for rank in ranks_of})
-            told = [snapshot.told()]
+            told = [snapshot.of_all.told()]
             if any(self.stages):
                 is_first = group.rank == self.first
                 of_ranks = group.together(what, lambda: told[0] if is_first else ({}, {}))
                 told = [of_ranks[self.stages.index(stage)] for stage in sorted({*self.stages})]
+            owned: Sequence[Told] = ()
+            if any(owns for _, _, owns in begun):
+                owned = group.together(what, snapshot.told_of_owned)
             written = group.together(what, lambda: self._write_pieces(snapshot, attempt, pace))
             diverged = _diverged(written)
-            group.together(what, lambda: self._publish(told, written, [*diverged]))
+            group.together(what, lambda: self._publish(told, owned, written, [*diverged]))
             with contextlib.suppress(OSError):  # it is published; a copy is fetched where it is needed
                 self.storage.keep(attempt, self.storage.scratch(attempt) / written[group.rank].file)
         if diverged and group.rank == 0:
@@ -285,16 +320,18 @@ class _Save:
         return step_folder(self.path, self.step)
 
     def _begin(
-        self, stack: contextlib.ExitStack, fault: str, fingerprint: int
-    ) -> tuple[Unpublished | None, int]:
-        """Return where to write, on rank 0; on each rank, what it is about to write."""
-        if fault:
-            raise CheckpointError(fault)
+        self, stack: contextlib.ExitStack, snapshot: Snapshot, fingerprint: int
+    ) -> tuple[Unpublished | None, int, bool]:
+        """Return where to write, on rank 0; on each rank, what it is about to write, and whether it alone has
+        some of that."""
+        if snapshot.fault:
+            raise CheckpointError(snapshot.fault)
+        owns = bool(snapshot.owned)
         if self.group.rank:
-            return None, fingerprint
+            return None, fingerprint, owns
         self._writer = Writer(self.path, self.step, line_of(self.model, self.path))
         stack.callback(self._writer.close)
-        return self._writer.attempt, fingerprint
+        return self._writer.attempt, fingerprint, owns
 
     def _write_pieces(
         self, snapshot: Snapshot, attempt: Unpublished, pace: background.Pace | None
@@ -321,11 +358,14 @@ class _Save:
         entries = {k: TensorEntry(p.shape, DTYPE_NAME[p.local.dtype], tuple(pieces[k])) for k, p in rng}
         return Written(file.name, nbytes, pieces, copies, snapshot.rng, entries)
 
-    def _publish(self, told: Sequence[Told], written: Sequence[Written], diverged: list[str]) -> None:
+    def _publish(
+        self, told: Sequence[Told], owned: Sequence[Told], written: Sequence[Written], diverged: list[str]
+    ) -> None:
         if self._writer is None:  # not on rank 0
             return
         line = self._writer.line
-        manifest = _merge(told, written, self.step, {"diverged": diverged, "line": line.state()})
+        about = {"diverged": diverged, "line": line.state()}
+        manifest = _merge(told, owned, written, self.step, about)
         prove(manifest)
         self._writer.publish(dumps(manifest))
         if self.keep:
@@ -408,13 +448,26 @@ def _pieces(key: str, written: Sequence[Written]) -> tuple[Piece, ...]:
     return tuple(sorted(found.values(), key=lambda p: p.offset))
 
 
-def _merge(told: Sequence[Told], written: Sequence[Written], step: int, about: Mapping[str, Any]) -> Manifest:
+def _merge(
+    told: Sequence[Told],
+    owned: Sequence[Told],
+    written: Sequence[Written],
+    step: int,
+    about: Mapping[str, Any],
+) -> Manifest:
     tensors = {
-        key: replace(entry, pieces=_pieces(key, written)) for found, _ in told for key, entry in found.items()
+        key: replace(entry, pieces=_pieces(key, written))
+        for found, _ in (*told, *owned)
+        for key, entry in found.items()
     }
     for w in written:
         tensors.update(w.rng_entries)
-    state = {**_of_all_stages([state for _, state in told]), "rng": [w.rng for w in written], **about}
+    whole = _of_all_stages([state for _, state in told])
+    for _, own in owned:
+        for group, names in zip(whole["optimizer"]["groups"], own["groups"], strict=True):
+            group["params"] = [*dict.fromkeys([*group["params"], *names])]  # of copies, several ranks own it
+        whole["optimizer"]["state"].update(own["state"])
+    state = {**whole, "rng": [w.rng for w in written], **about}
     by = {"torch": torch.__version__, "python": platform.python_version(), "num_writers": len(written)}
     return Manifest(step, tensors, {w.file: w.nbytes for w in written}, state, by)
 

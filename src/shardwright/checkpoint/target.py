@@ -21,11 +21,12 @@ from shardwright.checkpoint.live import (
     device_of,
     local_part,
     model_tensors,
+    state_of,
 )
 from shardwright.checkpoint.shardfile import TORCH_DTYPE
 from shardwright.checkpoint.tree import Tensors, encode, keys_in, kinds_in
 from shardwright.errors import CheckpointError
-from shardwright.params.placement import Cut
+from shardwright.params.placement import Cut, shard_behind
 from shardwright.torch_private import local_of
 from shardwright.transport.cpu.pages import advise_huge
 
@@ -95,9 +96,10 @@ class LoadTargets:
     """What a load will do: collected, with everything that doesn't fit, before anything is touched.
 
     ``targets`` are filled, ``small`` tensors read whole. ``held``: what is in each parameter and buffer, by
-    the checkpoint's names. ``groups``: of which saved group each of the optimizer's takes what it has.
-    ``replaced``: keys of what is on the meta device. ``wholes``: what is filled by what it is made of.
-    ``unused``: of a pipeline's stage, keys of what it hasn't; in any other model that is a problem.
+    the checkpoint's names. ``elsewhere``: of which this rank holds nothing. ``groups``: of which saved group
+    each of the optimizer's takes what it has. ``replaced``: keys of what is on the meta device. ``wholes``:
+    what is filled by what it is made of. ``unused``: of a pipeline's stage, keys of what it hasn't; in any
+    other model that is a problem.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class LoadTargets:
         self.targets: dict[str, Target] = {}
         self.small: set[str] = set()
         self.held: dict[int, dict[str, Saved]] = {}
+        self.elsewhere: set[str] = set()
         self.groups: list[int] = []
         self.replaced: dict[int, str] = {}
         self.wholes: dict[str, torch.Tensor] = {}
@@ -150,8 +153,11 @@ class LoadTargets:
                 continue
             known = [n for n in (name, *aliases.get(name, ())) if f"model/{n}" in stored_of]
             stored = list(dict.fromkeys(stored_of[f"model/{n}"] for n in known))
-            base = id(base_tensor(value))
-            self.held.setdefault(base, {})[known[0] if known else name] = value
+            whole = base_tensor(value)
+            base, held = id(whole), known[0] if known else name
+            self.held.setdefault(base, {})[held] = value
+            if isinstance(whole, DTensor) and not local_of(whole).numel():
+                self.elsewhere.add(held)
             used.update(stored)
             if not stored:
                 self.problems.append(f"missing model/{name}: {list(value.shape)} {value.dtype}")
@@ -198,9 +204,14 @@ class LoadTargets:
             return
         for i, group in enumerate(optimizer.param_groups):
             foreign = ("a parameter that is not the model's",)
-            names = {name for p in group["params"] for name in self.held.get(id(p), foreign)}
+            shards = {p: shard_behind(p) for p in group["params"]}
+            names = {name for shard in shards.values() for name in self.held.get(id(shard), foreign)}
             params = [{*g["params"]} for g in saved["groups"]]
-            fits = [j for j, each in enumerate(params) if each == names or (self.is_stage and names <= each)]
+            fits = [
+                j
+                for j, each in enumerate(params)
+                if names <= each and (self.is_stage or each - names <= self.elsewhere)
+            ]
             if not fits:
                 self.problems.append(
                     f"optimizer group {i} has other parameters than any saved one: {_other(names, saved)}"
@@ -208,9 +219,9 @@ class LoadTargets:
                 continue
             self.groups.append(i if i in fits else fits[0])
             self.small.update(keys_in(without_params(saved["groups"][self.groups[-1]])))
-            for p in group["params"]:
-                trees = [saved["state"].get(name) for name in self.held[id(p)]]
-                if any(isinstance(part, FlatSlice) for part in self.held[id(p)].values()):
+            for p, shard in shards.items():
+                trees = [saved["state"].get(name) for name in self.held[id(shard)]]
+                if any(isinstance(part, FlatSlice) for part in self.held[id(shard)].values()):
                     self.match_flat_state(p, group, trees)
                 else:
                     self.match_param_state(p, group, keys_in(trees[0]), trees[0])
@@ -223,8 +234,9 @@ class LoadTargets:
     ) -> None:
         live: Tensors = {}
         apart: dict[str, Apart] = {}
-        name, kinds, held = next(iter(self.held[id(p)])), kinds_in(tree), p in self.optimizer.state
-        state = self.optimizer.state[p] if held else {}
+        shard = shard_behind(p)
+        name, kinds, held = next(iter(self.held[id(shard)])), kinds_in(tree), p in self.optimizer.state
+        state = state_of(self.optimizer, p, name, shard) if held else {}
         if kinds and not held:
             try:
                 state = made_state(self.optimizer, p, group, self._device)
@@ -237,7 +249,7 @@ class LoadTargets:
             key for path, saved in kinds.items() for key in self.match_apart_state(path, saved, live, apart)
         }
         for key in [each for each in keys if each not in inner]:
-            spec = self.spec_of(key, p)
+            spec = self.spec_of(key, shard)
             present = live.get(key) if held else None
             if present is not None and present.shape == spec.shape and type(present) is type(spec):
                 self.add(key, present)
@@ -320,7 +332,8 @@ class LoadTargets:
         mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate()
         assert coordinate is not None, f"{key}: this rank is not in the mesh of its parameter"
         box = box_at(key, entry.shape, placements, tuple(mesh.shape), tuple(coordinate))
-        return dtensor_over(torch.empty(box.shape, dtype=dtype, device="meta"), mesh, placements, entry.shape)
+        local = torch.empty(box.shape, dtype=dtype, device="meta")
+        return dtensor_over(local, mesh, placements, entry.shape, type(p.detach()))
 
     def match_extra(self) -> None:
         check_extra(self.extra)

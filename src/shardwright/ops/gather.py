@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import InputError
-from shardwright.params.placement import cuts_of
-from shardwright.schedule.layout import ParamLayout
+from shardwright.params.placement import part_of
+from shardwright.torch_private import DTensorSpec, TensorMeta
 
 
 def gathered(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,12 +62,7 @@ def scattered(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         )
     if not isinstance(like, DTensor):
         return whole
-    local = whole.detach()
-    for dim, placement in cuts_of(like.placements):
-        cut = ParamLayout(tuple(local.shape), like.device_mesh.size(dim), placement.dim)
-        start, stop = cut.row_range(like.device_mesh.get_local_rank(dim))
-        local = local.narrow(placement.dim, start, stop - start)
+    local = part_of(like, whole.detach())
     local = local.to(like.device).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    spec = DTensorSpec(like.device_mesh, like.placements, TensorMeta(like.shape, like.stride(), local.dtype))
+    return type(like.detach())(local, spec, requires_grad=False)  # type: ignore[call-arg]

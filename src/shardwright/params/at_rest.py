@@ -36,8 +36,8 @@ def guard(mesh: DeviceMesh) -> None:
     """From now on, what is sharded over this mesh is guarded."""
     # With the first mesh: a process that shards nothing pickles its DTensors as torch does.
     if not _meshes:
-        copyreg.pickle(DTensor, _reduced)  # type: ignore[arg-type]
-        ForkingPickler.register(DTensor, _as_torch)  # through a queue it stays on this rank
+        copyreg.pickle(DTensor, reduced)  # type: ignore[arg-type]
+        ForkingPickler.register(DTensor, as_torch)  # through a queue it stays on this rank
         before_numbers(_check_whole)
     _meshes.add(hash(mesh))
 
@@ -66,7 +66,7 @@ def keep_per_rank(tensor: Any) -> Any:
     return tensor
 
 
-def _reduced(tensor: DTensor) -> Any:
+def reduced(tensor: DTensor) -> Any:
     spec = spec_of(tensor)
     cuts = any(
         spec.mesh.size(axis) > 1 and not placement.is_replicate()
@@ -82,10 +82,10 @@ def _reduced(tensor: DTensor) -> Any:
             "or use shardwright.checkpoint.save; for a file of each rank on purpose save inside of `with "
             "shardwright.pickle_shards():`"
         )
-    return _as_torch(tensor)
+    return as_torch(tensor)
 
 
-def _as_torch(tensor: DTensor) -> Any:
+def as_torch(tensor: DTensor) -> Any:
     return tensor.__reduce_ex__(2)
 
 

@@ -111,13 +111,15 @@ class ShardedParam:
     has_device_copy: what is gathered is a copy of the shard that stays on the device.
     extended: its class says itself what is gathered. shows_itself: to show it takes more than to write its
         sites. placed: refers to the shard that lies where its policy wants it, if any does (see
-        ``place_shards``). members: of a flat parameter those that it is made of, one after another; else ().
+        ``place_shards``). kind: the class of its shards. members: of a flat parameter those that it is made
+        of, one after another; else ().
     """
 
     members: Sequence[Member] = ()
     extended = False
     shows_itself = False
     placed: Any = None
+    kind: type[DTensor] = DTensor
 
     def __init__(self, fqn: str, sites: list[ParamSite], param: nn.Parameter, split: Split) -> None:
         """Split ``param``, or take it over where it is a DTensor that was split like that before."""
@@ -129,9 +131,13 @@ class ShardedParam:
         inner = spec_of(param) if isinstance(param, DTensor) else None
         whole = local_of(param) if isinstance(param, DTensor) else param
         self.place = ParamPlacement(
-            split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim), inner
+            split, ParamLayout(tuple(whole.shape), split.axis.world, split.dim, split.sizes), inner
         )
         self.spec = self.place.spec(param)
+        if split.sizes is not None:
+            from shardwright.params.ragged import RaggedTensor  # noqa: PLC0415 chosen sizes
+
+            self.kind = RaggedTensor
         guard(self.spec.mesh)
         self.attributes = attributes_of(param)
         self.compared: Mapping[str, str] = {}
@@ -163,7 +169,7 @@ class ShardedParam:
 
         rows: this rank's shard of it, on the device of the shards. Cut on the same dim over the same ranks.
         """
-        layout = ParamLayout(shape, self.axis.world, self.layout.dim)
+        layout = self.layout.like(shape)
         self.place = ParamPlacement(self.split, layout, self.inner)
         self.spec = self.place.spec(torch.empty(shape, dtype=rows.dtype, device="meta"))
         self.bound = None
@@ -265,7 +271,7 @@ class ShardedParam:
             meta = spec.tensor_meta._replace(dtype=local.dtype)  # type: ignore[union-attr]
             spec = DTensorSpec(spec.mesh, spec.placements, meta)
         # Not by from_local(), which costs 30 us and checks what is true by construction.
-        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+        return self.kind(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole parameter (of the local one, under tensor parallelism): a view."""

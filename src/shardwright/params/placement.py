@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +20,34 @@ if TYPE_CHECKING:
     from shardwright.transport.streams import Streams
 
 
+class RaggedShard(Placement):
+    """Each rank of the mesh's axis has as many rows (slices of ``dim``) as ``sizes`` says, in rank order.
+
+    The term is that of veScale's RaggedShard (Li et al. 2025). It cuts what all other axes have left.
+    """
+
+    def __init__(self, sizes: Sequence[int], dim: int = 0) -> None:
+        super().__init__()
+        self.sizes, self.dim = tuple(sizes), dim
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """``(start, stop)`` rows of ``rank``."""
+        start = sum(self.sizes[:rank])
+        return start, start + self.sizes[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and (self.sizes, self.dim) == (other.sizes, other.dim)
+
+    def __hash__(self) -> int:
+        return hash((self.sizes, self.dim))
+
+    def __reduce__(self) -> Any:
+        return RaggedShard, (self.sizes, self.dim)
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(sizes={self.sizes}, dim={self.dim})"
+
+
 @dataclass(frozen=True)
 class Split:
     """How a parameter is to be sharded.
@@ -28,6 +56,7 @@ class Split:
     dims: the data-parallel axes, where the parameter is a DTensor on a mesh that has them already.
     keeps_dtype: the policy's ``param_dtype_override_fn`` leaves it in its dtype.
     num_averaged: over how many ranks its gradient is the mean; None: over those of the axis.
+    layout: the ``Owned`` or ``Blocks`` that was asked for. sizes: by that, rows of each rank; None: equal.
     """
 
     axis: Axis
@@ -36,6 +65,8 @@ class Split:
     dims: DataParallelMeshDims | None = None
     keeps_dtype: bool = False
     num_averaged: int | None = None
+    layout: Any = None
+    sizes: tuple[int, ...] | None = None
 
     @cached_property
     def on_host(self) -> bool:
@@ -93,7 +124,9 @@ class ParamPlacement:
         placement: Placement = Replicate() if dim is None else Shard(dim)
         others = self._other_axes()
         cuts = [mesh.size() for mesh, sharding in others if sharding.is_shard(dim)]
-        if cuts and dim is not None:
+        if self.layout.sizes is not None:
+            placement = RaggedShard(self.layout.sizes)
+        elif cuts and dim is not None:
             # A plain Shard on both axes would say that ours cut first, and full_tensor() would join the parts
             # in another order.
             placement = StridedShard(dim, split_factor=math.prod(cuts))
@@ -128,11 +161,46 @@ class ParamPlacement:
         return grad.redistribute(placements=wanted).to_local()
 
 
-Cut = Shard | StridedShard
+Cut = Shard | StridedShard | RaggedShard
+
+SHARD = "_shardwright_shard"
+"""The attribute of an ``OwnedParameter`` that is the shard in whose memory it lies."""
+
+
+def shard_behind(param: Any) -> Any:
+    """The shard of a parameter that an optimizer holds: of a matrix that a rank owns, or itself."""
+    return getattr(param, SHARD, param)
+
+
+def rows_of(cut: Cut, rows: int, parts: int, rank: int) -> tuple[int, int]:
+    """``(start, stop)`` rows that ``cut`` gives ``rank``, of ``rows`` in ``parts``."""
+    if isinstance(cut, RaggedShard):
+        return cut.range_of(rank)
+    return ParamLayout((rows,), parts).row_range(rank)
+
+
+def held_by(
+    placements: Sequence[Placement], shape: Sequence[int], mesh: Sequence[int], at: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """``(offset, size)`` of what coordinate ``at`` of a mesh holds of a tensor: each ``Shard`` cuts as
+    torch.chunk does, in mesh order; then those that data parallelism cut out of what others had left."""
+    offset, size = [0] * len(shape), list(shape)
+    for axis, cut in cuts_of(placements):
+        start, stop = rows_of(cut, size[cut.dim], mesh[axis], at[axis])
+        offset[cut.dim] += start
+        size[cut.dim] = stop - start
+    return offset, size
+
+
+def part_of(like: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``whole``, a plain tensor, where it is cut as ``like`` is: a view."""
+    mesh = like.device_mesh
+    offset, size = held_by(like.placements, whole.shape, mesh.shape, mesh.get_coordinate() or ())
+    return whole[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
 
 
 def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, Cut]]:
     """Mesh axes that cut, in the order in which they did: tensor parallelism first where both cut one dim."""
     cuts = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, Cut)]
     # Python's sort is stable: cuts of different dims stay in the order of the mesh.
-    return sorted(cuts, key=lambda cut: isinstance(cut[1], StridedShard))
+    return sorted(cuts, key=lambda cut: not isinstance(cut[1], Shard))

@@ -17,6 +17,7 @@ spans and each aligned, so that an all-gather can be received straight into the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from math import prod
 
 from shardwright.errors import InputError
@@ -57,16 +58,60 @@ class Spans(Sequence[tuple[int, int]]):
         """Whether all parts are equal and one after another."""
         return self.gap == 0 and self.end == self.world * self.longest
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether parts may be of any size."""
+        return False
+
     def joined(self, count: int) -> "Spans":
         """One part in place of each ``count``, which follow one another."""
         return Spans(self.world // count, self._reach(count), self.end, self.gap)
 
-    def within(self, start: int, count: int) -> "Spans":
-        """Those of the ``count`` ranks from element ``start`` on, in a tensor that begins there."""
+    def within(self, first: int, count: int) -> "Spans":
+        """Those of the ``count`` ranks from rank ``first`` on, in a tensor that begins with its part."""
+        start = first * (self.longest + self.gap)
         return Spans(count, self.longest, min(max(self.end - start, 0), self._reach(count)), self.gap)
 
     def _reach(self, count: int) -> int:
         return count * self.longest + (count - 1) * self.gap
+
+
+@dataclass(frozen=True)
+class RaggedSpans(Spans):
+    """Parts of any sizes one after another. bounds: where each begins, and the end."""
+
+    bounds: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(bounds: Sequence[int]) -> "RaggedSpans":
+        """Parts between neighbouring ``bounds``, the first of which is 0."""
+        longest = max(stop - start for start, stop in pairwise(bounds))
+        return RaggedSpans(len(bounds) - 1, longest, bounds[-1], bounds=tuple(bounds))
+
+    def __getitem__(self, rank: int) -> tuple[int, int]:
+        if not -self.world <= rank < self.world:
+            raise IndexError(f"rank {rank} of {self.world}")
+        rank %= self.world
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    @cached_property
+    def is_chunked(self) -> bool:
+        """See ``Spans``."""
+        return self.is_even
+
+    @cached_property
+    def is_ragged(self) -> bool:
+        """See ``Spans``."""
+        return not self.is_even
+
+    def joined(self, count: int) -> Spans:
+        """See ``Spans``."""
+        return RaggedSpans.of(self.bounds[::count])
+
+    def within(self, first: int, count: int) -> Spans:
+        """See ``Spans``."""
+        bounds = self.bounds[first : first + count + 1]
+        return RaggedSpans.of([bound - bounds[0] for bound in bounds])
 
 
 def equal_spans(numel: int, world: int) -> Spans:
@@ -79,12 +124,14 @@ class ParamLayout:
     """How one parameter of logical ``shape`` is split over ``world`` ranks along ``dim``.
 
     ``dim=None`` keeps the parameter whole on every rank (a scalar can't be split).
+    sizes: rows of each rank, where these were chosen (``params/ragged.py``), of dim 0.
     Raises: InputError for a dim that the shape doesn't have.
     """
 
     shape: tuple[int, ...]
     world: int
     dim: int | None = 0
+    sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.world < 1:
@@ -124,6 +171,8 @@ class ParamLayout:
 
     def row_range(self, rank: int) -> tuple[int, int]:
         """``(start, stop)`` rows of ``rank``'s shard; empty where the rows don't reach this rank."""
+        if self.sizes is not None:
+            return self._bounds[rank], self._bounds[rank + 1]
         if self.dim is None:
             return 0, self.rows
         start = min(rank * self.chunk_rows, self.rows)
@@ -137,9 +186,15 @@ class ParamLayout:
     @cached_property
     def spans(self) -> Spans:
         """``span(rank)`` of every rank."""
+        if self.sizes is not None:
+            return RaggedSpans.of([bound * self.row_numel for bound in self._bounds])
         if self.dim is None:  # the whole of it is every rank's, in the same place
             return Spans(self.world, self.numel, self.numel, -self.numel)
         return Spans(self.world, self.chunk_rows * self.row_numel, self.numel)
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.sizes or ()))
 
     def shard_numel(self, rank: int) -> int:
         """Elements of ``rank``'s shard."""
@@ -177,6 +232,12 @@ class ParamLayout:
     def in_order(self) -> bool:
         """Whether the storage order is the contiguous parameter's: no larger dim is left of the sharded."""
         return self.outer <= 1
+
+    def like(self, shape: tuple[int, ...]) -> "ParamLayout":
+        """The layout of another shape that is cut in the same way: in the same rows, where these are as
+        many."""
+        sizes = self.sizes if shape[:1] == self.shape[:1] else None
+        return ParamLayout(shape, self.world, self.dim, sizes)
 
     def stacked(self, outer: int) -> "ParamLayout":
         """The layout of ``outer`` slices ``shape[dim:]`` one below the other: of several parameters that

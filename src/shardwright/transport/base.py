@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -185,6 +185,7 @@ class Comm(Protocol):
     streams: the side streams that it works on, where it moves device memory; else None.
     log: its last launches. halfway: the last all-reduce, where its second half isn't issued yet.
     num_channels: that have been used on it. link, free_nbytes: see ``link.py``; None until measured.
+    loads: what each rank owns of matrices, balanced by ``params/ragged.py``; None until there are any.
     """
 
     reads_in_place: bool
@@ -194,6 +195,7 @@ class Comm(Protocol):
     coded_nbytes: int = 0
     halfway: "AllReduce | None" = None
     num_channels: int = 0
+    loads: Any = None
     link: LinkSpeed | None = None
     free_nbytes: int | None = None
     world: int

@@ -46,7 +46,7 @@ class CustomComm(Comm):
 
     def all_gather(self, segments: Sequence[Segment], key: str) -> Gather:
         """See ``Comm.all_gather``. All segments travel in one tensor, as bytes where their dtypes differ."""
-        if self.custom_all_gather is None or not segments:
+        if self.custom_all_gather is None or not segments or _has_ragged(segments):
             return self.inner.all_gather(segments, key)
         dtypes = {segment.flat.dtype for segment in segments}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -66,7 +66,7 @@ class CustomComm(Comm):
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
     ) -> Reduction:
         """See ``Comm.reduce_scatter``. One tensor in the widest reduce dtype."""
-        if self.custom_reduce_scatter is None or not segments:
+        if self.custom_reduce_scatter is None or not segments or _has_ragged(segments):
             return self.inner.reduce_scatter(segments, dtypes, key)
         dtype = reduce(torch.promote_types, dtypes)
         comm, device = self.custom_reduce_scatter, segments[0].flat.device
@@ -120,6 +120,11 @@ class _CallersFlight:
             process_state.recorder.write(
                 (DONE, self._log.name, self._launch.number, clock.perf_counter(), all_came)
             )
+
+
+def _has_ragged(segments: Sequence[Segment]) -> bool:
+    """Whether some rank's part is of a size of its own: padding to the longest would send much of nothing."""
+    return any(segment.spans.is_ragged for segment in segments)
 
 
 class _CustomGather:

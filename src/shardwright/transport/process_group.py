@@ -17,11 +17,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]
     AllreduceCoalescedOptions,  # pyright: ignore[reportPrivateImportUsage]
+    BroadcastOptions,
+    ReduceOptions,
     ReduceScatterOptions,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 from shardwright import clock
-from shardwright.schedule.layout import pack
+from shardwright.schedule.layout import Spans, pack
 from shardwright.torch_private import (
     all_gather_coalesced_of,
     all_gather_of,
@@ -110,7 +112,9 @@ class ProcessGroupComm(Comm):
     def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
         begun = None if self.times is None else self.times.begin()
         # As bytes: NCCL has no int16, complex or float8_e8m0fnu, Gloo no float8. One call moves all dtypes.
-        flats = [segment.flat for segment in segments if segment.flat.numel()] if self.world > 1 else []
+        ragged = [segment for segment in segments if segment.spans.is_ragged]
+        equal = [segment.flat for segment in segments if not segment.spans.is_ragged]
+        flats = [flat for flat in equal if flat.numel()] if self.world > 1 else []
         outputs = [flat.view(torch.uint8) for flat in flats]
         inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
         self.sent_nbytes += sum([shard.nbytes for shard in inputs]) * (self.world - 1)
@@ -123,8 +127,35 @@ class ProcessGroupComm(Comm):
                 all_gather_of(dist)(full, shard, self._gather_group, async_op=True)
                 for full, shard in zip(outputs, inputs, strict=True)
             )
+        for segment in ragged:
+            self._spread_parts(flight, segment)
         if self.times is not None:
             self.times.end(begun, flight.log.name, flight.launch, flight.works)
+
+    def _spread_parts(self, flight: "_Flight", segment: Segment) -> None:
+        """All-gather parts of any sizes: a broadcast of each that is not empty. A ring passes each byte on
+        once, as in an all-gather; padding to the longest part would send ``world`` times a matrix that one
+        rank has whole."""
+        for rank in range(self.world):
+            part = segment.part_bytes(rank)
+            if part.numel():
+                options = BroadcastOptions()
+                options.rootRank, options.asyncOp = rank, True
+                self.sent_nbytes += part.nbytes * (self.world - 1) if rank == self.rank else 0
+                flight.launched(self._gather_group.broadcast([part], options))
+
+    def _reduce_parts(self, flight: "_Flight", flat: torch.Tensor, spans: Spans) -> torch.Tensor:
+        """Reduce-scatter parts of any sizes: a reduction to the rank of each. Returns the memory of this
+        rank's sum, apart from ``flat``."""
+        own = flat[slice(*spans[self.rank])].clone()
+        for rank, (start, stop) in enumerate(spans):
+            if stop > start:
+                options = ReduceOptions()
+                options.rootRank, options.reduceOp = rank, dist.ReduceOp(dist.ReduceOp.SUM)
+                part = own if rank == self.rank else flat[start:stop]
+                self.sent_nbytes += part.nbytes if rank != self.rank else 0
+                flight.launched(self._reduce_group.reduce([_as_reals(part)], options))
+        return own
 
     def reduce_scatter(
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
@@ -147,7 +178,8 @@ class ProcessGroupComm(Comm):
         self, flight: "_Flight", segments: Sequence[Segment], dtypes: Sequence[torch.dtype]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Launch it. Returns what is read, and the memory that the sums will be in."""
-        inputs = padded(segments, dtypes)
+        equal = [index for index, segment in enumerate(segments) if not segment.spans.is_ragged]
+        inputs = padded([segments[index] for index in equal], [dtypes[index] for index in equal])
         if self.world == 1:
             return inputs, inputs
         # Memory of the reduce stream, where there is one (rule 4 of streams.py): that of a sum which was
@@ -168,9 +200,14 @@ class ProcessGroupComm(Comm):
                     reduce_scatter_of(dist)(place, term, group=self._reduce_group, async_op=True)
                     for place, term in zip(places, terms, strict=True)
                 )
+        sums = dict(zip(equal, outputs, strict=True))
+        for index, segment in enumerate(segments):
+            if index not in sums:
+                inputs.append(segment.flat.to(dtypes[index]))
+                sums[index] = self._reduce_parts(flight, inputs[-1], segment.spans)
         if self.times is not None:
             self.times.end(begun, flight.log.name, flight.launch, flight.works)
-        return inputs, outputs
+        return inputs, [sums[index] for index in range(len(segments))]
 
     def all_reduce(self, values: Sequence[torch.Tensor], key: str) -> Reduction:
         """See ``Comm.all_reduce``. On an accelerator one operation of NCCL's for each dtype, in place, after
@@ -215,6 +252,13 @@ class _Flight:
         """The current stream is about to wait for the collective."""
         if self.works and self.comm.times is not None:
             self.comm.times.stall(self.log.name, self.launch)
+
+    def launched(self, work: Any) -> None:
+        """One more of several operations that are launched one by one."""
+        if self.comm.streams is None:
+            self.works.append(work)
+        else:
+            self.add(work)
 
     def add(self, work: Any) -> None:
         """An operation of the device's, which are all on the one process group of its log."""

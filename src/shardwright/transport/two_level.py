@@ -89,9 +89,12 @@ class TwoLevelComm(Comm):
 
     def _of_place(self, segment: Segment) -> Segment:
         """This place's part of what is gathered, with the spans of the nodes in it."""
-        flat = segment.flat.view(self.node.world, -1)[self.node.rank]
-        spans = segment.spans.within(self.node.rank * flat.numel(), self.between.world)
-        return Segment(flat, spans, origin=segment.origin)
+        spans, nodes, place = segment.spans, self.between.world, self.node.rank
+        if spans.is_ragged:
+            flat = segment.flat[slice(*spans.joined(nodes)[place])]
+        else:  # equal parts, of which the last may be padding
+            flat = segment.flat.view(self.node.world, -1)[place]
+        return Segment(flat, spans.within(place * nodes, nodes), origin=segment.origin)
 
     def reduce_scatter(
         self, segments: Sequence[Segment], dtypes: Sequence[torch.dtype], key: str
@@ -102,8 +105,7 @@ class TwoLevelComm(Comm):
         joined = [each.spans.joined(nodes) for each in segments]
         # Coded only between nodes, too: ranks that share memory would gain nothing.
         near = [Segment(e.flat, s, e.has_room) for e, s in zip(segments, joined, strict=True)]
-        starts = [spans[self.node.rank][0] for spans in joined]
-        far = [(e.spans.within(start, nodes), e.coded) for e, start in zip(segments, starts, strict=True)]
+        far = [(each.spans.within(self.node.rank * nodes, nodes), each.coded) for each in segments]
         # Before it on every rank: one that doesn't use what is gathered would wait for it after this. A
         # reduction was issued a while ago, so that its first hop has most likely ended.
         self.go_on()

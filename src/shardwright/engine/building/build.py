@@ -159,12 +159,12 @@ class ShardPlacementResult:
     """The result of ``shard_placement_fn`` for a parameter that is sharded on a separate mesh.
 
     Args:
-        placement: ``Shard(dim)``, or None for dim 0.
+        placement: ``Shard(dim)``, ``Owned``, ``Blocks``, or None for equal rows.
         mesh_info: the DeviceMesh, 1-D or 2-D, or an object that has it as ``.mesh``.
         num_averaged: over how many ranks its gradient is the mean; None: over those of the mesh.
     """
 
-    placement: Shard | None
+    placement: Any
     mesh_info: Any
     num_averaged: int | None = None
 
@@ -181,6 +181,7 @@ class GroupOptions:
     dims: DataParallelMeshDims | None = None
     flat: bool = False
     over_all: bool = False
+    layout: Any = None
 
     def __post_init__(self) -> None:
         for name in ("precision", "offload", "dims"):
@@ -192,6 +193,10 @@ class GroupOptions:
             raise InputError(f"mp_policy must be a MixedPrecisionPolicy, got {type(self.precision).__name__}")
         if not isinstance(self.offload, OffloadPolicy):
             raise InputError(f"offload_policy must be an OffloadPolicy, got {type(self.offload).__name__}")
+        if self.layout is not None:
+            from shardwright.params.ragged import check_layout  # noqa: PLC0415 chosen sizes
+
+            check_layout(self.layout)
         reshard = self.reshard_after_forward
         if reshard is not None and not isinstance(reshard, int):
             raise InputError(
@@ -235,6 +240,10 @@ def shard_modules(
     found = find_params(modules, nested, ignored)
     check_shared_flat(found, options.flat)
     splits = {param: _split(fqn, param, sites, axis, options) for param, (fqn, sites) in found.items()}
+    if options.layout is not None or any(split.layout for split in splits.values()):
+        from shardwright.params.ragged import laid_out  # noqa: PLC0415 chosen sizes
+
+        splits = laid_out(found, splits, options)
     for each in (axis, *(split.axis for split in splits.values())):
         options.check_world(each)
     _warn_of_references(modules, {param: fqn for param, (fqn, _) in found.items()})
@@ -366,22 +375,22 @@ def _split(
     fqn: str, param: nn.Parameter, sites: Sequence[ParamSite], axis: Axis, options: GroupOptions
 ) -> Split:
     """How to shard a parameter. Raises: InputError for a placement that it can't have."""
-    wanted = options.placement_fn(param) if options.placement_fn is not None else None
+    wanted: Any = options.placement_fn(param) if options.placement_fn is not None else None
     own, num_averaged = getattr(sites[0].module, "shard_placement", None), None  # as experts have it
-    if own is not None and (wanted is None or isinstance(wanted, Shard)):
+    if own is not None and (wanted is None or isinstance(wanted, Shard) or hasattr(wanted, "sizes")):
         wanted = replace(own, placement=wanted)
-    if wanted is not None and not isinstance(wanted, Shard):
+    if wanted is not None and not isinstance(wanted, Shard) and not hasattr(wanted, "sizes"):
         if not hasattr(wanted, "mesh_info"):
             raise InputError(
-                f"Invalid shard_placement_fn result: {wanted!r} for {fqn!r}; expected None, Shard(dim) or "
-                "ShardPlacementResult"
+                f"Invalid shard_placement_fn result: {wanted!r} for {fqn!r}; expected None, Shard(dim), "
+                "Owned, Blocks or ShardPlacementResult"
             )
         info = wanted.mesh_info
         axis = resolve(info if isinstance(info, DeviceMesh) else getattr(info, "mesh", info))
         num_averaged = getattr(wanted, "num_averaged", None)  # torch's own class lacks it
         wanted = wanted.placement
     ndim = param.ndim
-    dim = 0 if wanted is None else wanted.dim
+    dim = wanted.dim if isinstance(wanted, Shard) else 0
     if ndim and not -ndim <= dim < ndim:
         raise MisuseError(
             f"Shard dim {dim} is invalid for {ndim}D tensor: {param.shape}, which is parameter {fqn!r}"
@@ -405,7 +414,9 @@ def _split(
     # Kernels of batch norms take weights of the dtype of their running statistics, which aren't cast.
     normalizes = any(getattr(site.module, "running_mean", None) is not None for site in sites)
     keeps_dtype = options.precision.keeps_dtype(fqn, param) or normalizes
-    return Split(axis, dim % ndim if ndim else None, options.offload, options.dims, keeps_dtype, num_averaged)
+    layout = None if isinstance(wanted, Shard) else wanted
+    dim = dim % ndim if ndim else None
+    return Split(axis, dim, options.offload, options.dims, keeps_dtype, num_averaged, layout)
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -21,7 +21,7 @@ from shardwright.params.param import ParamSite, ShardedParam
 from shardwright.policy import MixedPrecisionPolicy
 from shardwright.quantized import encodings
 from shardwright.quantized.codec import Encoding, scales_name
-from shardwright.schedule.layout import GroupLayout, ParamLayout, pack
+from shardwright.schedule.layout import GroupLayout, pack
 from shardwright.transport.base import Segment, copy_together
 
 
@@ -77,7 +77,7 @@ def encode_sharded(param: ShardedParam, encoding: Encoding) -> ShardedParam:
     if dim is None or dim == len(encoding.shape) - 1:
         # A block's numbers may lie on several ranks, which would each find another scale.
         whole = encode(param.sharded.detach().full_tensor())  # type: ignore[attr-defined]
-        ranges = [ParamLayout(s, param.axis.world, dim).row_range(param.axis.rank) for s in shapes]
+        ranges = [param.layout.like(s).row_range(param.axis.rank) for s in shapes]
         parts = [
             part[..., start:stop].contiguous() for part, (start, stop) in zip(whole, ranges, strict=True)
         ]

@@ -197,8 +197,15 @@ class GradientState:
 
     def follow_clears(self) -> None:
         """What the caller has cleared since it was marked waits no more; in place: zeros wait."""
-        for param, mark in tuple(self._marks.items()):
-            is_dropped = mark_of(param.sharded.grad) is not mark
+        marks = tuple(self._marks.items())
+        dropped = {param for param, mark in marks if mark_of(param.sharded.grad) is not mark}
+        cleared = bool(dropped) or any(mark.cleared for _, mark in marks)
+        for param, mark in marks:
+            if cleared and param.split.sizes is not None and not param.local.numel():
+                # Another rank owns it, and clears it with its own: here no optimizer has it that could.
+                mark.cleared |= not dropped
+                dropped |= {param} if dropped else set()
+            is_dropped = param in dropped
             if not (mark.cleared or is_dropped):
                 continue
             keeping = [at for place, at in self.at.items() if place in _OUTLAST_FAILURE and param in at]

@@ -20,14 +20,15 @@ class KnownOptimizer:
 
     num_params: that it had when it was checked. tables: of the models whose parameters these are. hidden:
     while it steps, parameters and their gradients that it is not to see. paged: while it steps, parameters
-    whose state was brought to the device for that. on_host: by parameter and key the memory of the host that
-    the state of such parameters lies in.
+    whose state was brought to the device for that. owned: matrices of this rank's own that it steps.
+    on_host: by parameter and key the memory of the host that the state of such parameters lies in.
     """
 
     num_params: int = -1
     tables: WeakSet[GroupTable] = field(default_factory=WeakSet)
     hidden: list[tuple[Any, Any]] = field(default_factory=list)
     paged: dict[Any, Split] = field(default_factory=dict)
+    owned: list[Any] = field(default_factory=list)
     on_host: dict[tuple[int, Any], torch.Tensor] = field(default_factory=dict)
 
 

@@ -1,0 +1,344 @@
+"""Shards of chosen sizes: whole matrices on the rank that owns them, and rows that blocks keep together.
+
+    weight [6, 4] over three ranks      rank 0      rank 1      rank 2
+    rows (the default)                  2 rows      2 rows      2 rows
+    Owned(1)                            -           6 rows      -
+    Blocks(3)                           -           3 rows      3 rows
+    Blocks(shares=(4, 1, 1))            4 rows      1 row       1 row
+
+An optimizer of whole matrices (Muon, Shampoo) so has each on one rank, and sends nothing.
+"""
+
+import copyreg
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwright.errors import InputError
+from shardwright.params.at_rest import as_torch, reduced
+from shardwright.params.placement import RaggedShard, Split, held_by
+from shardwright.schedule.layout import ParamLayout
+from shardwright.torch_private import DTensorSpec, TensorMeta, local_of, spec_of, tree_leaves, tree_map
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One rank has the whole parameter, and the others have nothing of it.
+
+    ``shard_placement_fn`` returns it; or give it as ``layout=`` of ``fully_shard``, for all parameters of the
+    call. Under tensor parallelism a rank owns what that has left it: its own part of the matrix.
+
+    Args:
+        rank: the owner's place on the sharded axis; None: chosen, so that all ranks own about as much.
+    """
+
+    rank: int | None = None
+
+    def sizes(self, layout: ParamLayout, fqn: str) -> tuple[int, ...]:
+        """Rows of each rank. Raises: InputError for a rank that the axis doesn't have."""
+        if not 0 <= (self.rank or 0) < layout.world:
+            raise InputError(f"{fqn!r} was given to rank {self.rank} of an axis of {layout.world} ranks")
+        return tuple(layout.rows if rank == self.rank else 0 for rank in range(layout.world))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows are cut between blocks only: heads, experts, or what an optimizer quantises together.
+
+    Ranks get equally many blocks, up to one, or as many as their shares say.
+
+    Args:
+        rows: rows (slices of dim 0) of a block.
+        elements: elements of a block in the order of memory, in place of ``rows``; as the 256 that block-wise
+            8-bit optimizers quantise together. Where it doesn't divide a row, several rows are kept together.
+        shares: one number for each rank of the sharded axis, as (2, 1, 1) where the first has twice the
+            memory; None: all are equal.
+    """
+
+    rows: int = 1
+    elements: int | None = None
+    shares: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shares is not None:
+            object.__setattr__(self, "shares", tuple(self.shares))
+        if self.rows < 1 or (self.elements is not None and self.elements < 1):
+            raise InputError(f"a block has 1 row, or element, or more; got {self}")
+        if self.shares is not None and (min(self.shares) < 0 or not sum(self.shares) > 0):
+            raise InputError(f"shares are 0 or more, and not all 0; got {self}")
+
+    def sizes(self, layout: ParamLayout, fqn: str) -> tuple[int, ...]:
+        """Rows of each rank. Raises: InputError for shares of another number of ranks."""
+        world, step = layout.world, self.rows
+        shares = self.shares or (1,) * world
+        if len(shares) != world:
+            raise InputError(f"{fqn!r} was given {len(shares)} shares, expected {world}: one for each rank")
+        if self.elements is not None:
+            step = self.elements // math.gcd(self.elements, max(layout.row_numel, 1))
+        num_blocks = -(-layout.rows // step)
+        ends = [math.floor(num_blocks * part / sum(shares) + 0.5) for part in accumulate(shares)]
+        bounds = [min(end * step, layout.rows) for end in (0, *ends)]
+        return tuple(stop - start for start, stop in pairwise(bounds))
+
+
+Layout = Owned | Blocks | str | None
+"""``layout=`` of ``fully_shard``."""
+
+
+def check_layout(layout: Any) -> None:
+    """Raises: InputError for what isn't one."""
+    if not isinstance(layout, Owned | Blocks) and layout not in (None, "rows", "owner"):
+        raise InputError(f"layout must be 'rows', 'owner', an Owned or a Blocks, got {layout!r}")
+
+
+Found = Mapping[nn.Parameter, tuple[str, Sequence[Any]]]
+"""By parameter its name, and the places that show it."""
+
+
+def laid_out(found: Found, splits: Mapping[nn.Parameter, Split], options: Any) -> dict[nn.Parameter, Split]:
+    """The splits of one call of ``fully_shard``, with the rows of each rank.
+
+    options: of the call; their ``layout`` is that of parameters which ``shard_placement_fn`` said nothing of.
+    Raises: InputError for a parameter that can't be laid out so.
+    """
+    if options.flat:
+        raise InputError("use_orig_params=False: a flat parameter has no matrices; leave layout= out")
+    chosen = {param: _default(options.layout, param, found) for param in splits}
+    asked = {param: split.layout or chosen[param] for param, split in splits.items()}
+    sizes = _owned(found, splits, asked)
+    for param, wanted in asked.items():
+        if wanted is None or param in sizes:
+            continue
+        fqn, split = found[param][0], splits[param]
+        if split.dim != 0 and split.layout is None:
+            continue  # a scalar, or one that is cut on another dim
+        sizes[param] = wanted.sizes(_layout_of(param, split), fqn)
+    made = dict(splits)
+    for param, each in sizes.items():
+        made[param] = replace(splits[param], layout=asked[param])
+        layout_of = _layout_of(param, splits[param])
+        even = tuple(layout_of.row_range(rank) for rank in range(layout_of.world))
+        # Where torch.chunk cuts the same rows it is a plain Shard, which all of torch knows.
+        if each != tuple(stop - start for start, stop in even):
+            made[param] = replace(made[param], sizes=each)
+    return made
+
+
+def _layout_of(param: torch.Tensor, split: Split) -> ParamLayout:
+    local = local_of(param) if isinstance(param, DTensor) else param
+    return ParamLayout(tuple(local.shape), split.axis.world, split.dim)
+
+
+def _default(layout: Layout, param: nn.Parameter, found: Found) -> Any:
+    if layout != "owner":
+        return layout if isinstance(layout, Owned | Blocks) else None
+    return Owned() if is_matrix(param, [site.module for site in found[param][1]], found) else None
+
+
+def is_matrix(param: nn.Parameter, modules: Iterable[nn.Module], found: Mapping[nn.Parameter, Any]) -> bool:
+    """Whether a parameter is a hidden matrix, or a stack of them: a trained weight of two dims, or three, but
+    no table of an embedding, no kernel of a convolution, and no output head (as many rows as a table)."""
+    if param.ndim not in (2, 3) or not param.requires_grad or not param.is_floating_point():
+        return False
+    if any(isinstance(module, nn.Embedding) or hasattr(module, "kernel_size") for module in modules):
+        return False
+    places = [(len(each), site.module) for each, (_, sites) in found.items() for site in sites if each.ndim]
+    tables = {rows for rows, module in places if isinstance(module, nn.Embedding)}
+    return param.ndim == 3 or len(param) not in tables
+
+
+def _owned(
+    found: Found, splits: Mapping[nn.Parameter, Split], asked: Mapping[nn.Parameter, Any]
+) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Rows of each rank of those whose owner is to be chosen: the costliest first, each to the rank that has
+    least."""
+    free = [param for param, wanted in asked.items() if wanted == Owned()]
+    sizes: dict[nn.Parameter, tuple[int, ...]] = {}
+    for param in sorted(free, key=lambda each: -each.numel()):
+        split = splits[param]
+        if split.dim is None:
+            continue
+        layout, comm = _layout_of(param, split), split.axis.comm
+        loads = comm.loads = comm.loads or {}
+        rows = [0] * layout.world
+        for _ in range(layout.rows if param.ndim == 3 else 1):
+            rank = min(range(layout.world), key=lambda each: (loads.get(each, 0), each))
+            many = 1 if param.ndim == 3 else layout.rows
+            loads[rank] = loads.get(rank, 0) + many * layout.row_numel
+            rows[rank] += many
+        sizes[param] = tuple(rows)
+    return sizes
+
+
+# ---- the tensor
+
+
+_LOCAL = {"detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "empty_like", "zeros_like"} | {
+    "ones_like",
+    "full_like",
+    "is_same_size",
+}
+_NOT_LOCAL = ("norm", "max", "powsum")
+
+
+def _is_elementwise(func: Any) -> bool:
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(("_foreach_", "_fused_")):
+        return not name.endswith(_NOT_LOCAL)
+    return name in _LOCAL or torch.Tag.pointwise in func.tags
+
+
+class RaggedTensor(DTensor):
+    """A DTensor of which one placement is a ``RaggedShard``.
+
+    Elementwise operations run on this rank's part alone. ``full_tensor()`` and ``redistribute()`` are its
+    own; any other operation that changes nothing runs on what ``redistribute()`` makes of it in equal rows.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_elementwise(func) and _fit(args, kwargs):
+            return _run_on_parts(func, args, kwargs)
+        if func._schema.is_mutable:
+            raise InputError(
+                f"{func._schema.name} can't change tensors of which ranks have parts of chosen sizes (see "
+                "shardwright.Owned) with others that are cut in another way: give an optimizer of whole "
+                "matrices shardwright.owned_params(model), or change to_local() on each rank"
+            )
+        return func(*tree_map(_in_rows, args), **tree_map(_in_rows, kwargs))
+
+    def redistribute(  # type: ignore[override]
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """See ``DTensor.redistribute``: to other placements on the same mesh. All its ranks call it."""
+        joined = _Joined.apply(self)
+        if placements is None or tuple(placements) == self.placements:
+            return self
+        return joined.redistribute(device_mesh, placements, **options)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """See ``DTensor.full_tensor``."""
+        return _Joined.apply(self).full_tensor(grad_placements=grad_placements)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"RaggedTensor(local_tensor={local_of(self)}, placements={self.placements})"
+
+    # ---- torch.distributed.checkpoint's protocol (CheckpointableTensor)
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415 torch's checkpoints
+
+        properties = metadata.TensorProperties.create_from_tensor(self.to_local())
+        return [
+            planner.WriteItem(
+                metadata.MetadataIndex(fqn, chunk.offsets),
+                planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint import metadata  # noqa: PLC0415 torch's checkpoints
+
+        mesh = self.device_mesh
+        offset, size = held_by(self.placements, self.shape, mesh.shape, mesh.get_coordinate() or ())
+        chunk = metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+        return [chunk] if math.prod(size) else []
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self.to_local()
+
+
+copyreg.pickle(RaggedTensor, reduced)  # type: ignore[arg-type]
+ForkingPickler.register(RaggedTensor, as_torch)
+
+
+def _fit(args: Any, kwargs: Any) -> bool:
+    """Whether all tensors of an operation, or of each place of its lists, are placed alike."""
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
+    alone = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    together = [*map(list, zip(*lists, strict=False))] if lists else [alone]
+    for members in together:
+        tensors = [each for each in members if isinstance(each, torch.Tensor) and each.ndim]
+        if len({(each.shape, getattr(each, "placements", None)) for each in tensors}) > 1:
+            return False
+    return True
+
+
+def _run_on_parts(func: Any, args: Any, kwargs: Any) -> Any:
+    def local(each: Any) -> Any:
+        return local_of(each) if isinstance(each, DTensor) else each
+
+    out = func(*tree_map(local, args), **tree_map(local, kwargs))
+    likes = args[0] if args and isinstance(args[0], list | tuple) else None
+    if likes is not None:
+        return None if out is None else [placed_as(like, each) for like, each in zip(likes, out, strict=True)]
+    if func._schema.is_mutable:
+        return args[0]
+    like = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+    return placed_as(like, out) if isinstance(out, torch.Tensor) else out
+
+
+def placed_as(like: Any, local: torch.Tensor) -> Any:
+    """A DTensor over ``local``, placed as ``like``."""
+    if not isinstance(like, DTensor):
+        return local
+    spec = spec_of(like)
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    kind: Any = RaggedTensor if isinstance(like, RaggedTensor) else DTensor
+    return kind(local, DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
+
+
+def _in_rows(each: Any) -> Any:
+    """A tensor in equal rows, which all of torch's operations know. All ranks call it."""
+    if not isinstance(each, RaggedTensor):
+        return each
+    cuts = [Shard(p.dim) if isinstance(p, RaggedShard) else p for p in each.placements]
+    return _joined(each).redistribute(placements=cuts)
+
+
+def _joined(tensor: RaggedTensor) -> DTensor:
+    """The same, replicated on the axis that it was cut over: a broadcast of each part."""
+    spec, local = spec_of(tensor), local_of(tensor)
+    axis = next(i for i, each in enumerate(spec.placements) if isinstance(each, RaggedShard))
+    cut, own = spec.placements[axis], spec.mesh.get_local_rank(axis)
+    whole = local.new_empty((sum(cut.sizes), *local.shape[1:]))
+    group = spec.mesh.get_group(axis)
+    for rank, part in enumerate(whole.split(cut.sizes)):
+        if part.numel() and not whole.is_meta:
+            if rank == own:
+                part.copy_(local)
+            dist.broadcast(part, group=group, group_src=rank)
+    placements = tuple(Replicate() if i == axis else each for i, each in enumerate(spec.placements))
+    meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
+    return DTensor(whole, DTensorSpec(spec.mesh, placements, meta), requires_grad=False)  # type: ignore[call-arg]
+
+
+class _Joined(torch.autograd.Function):
+    """``_joined``; gradients go back to this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedTensor) -> DTensor:  # type: ignore[override]
+        ctx.like = tensor.detach()
+        return _joined(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> torch.Tensor:  # type: ignore[override]
+        like: RaggedTensor = ctx.like
+        spec = spec_of(like)
+        axis = next(i for i, each in enumerate(spec.placements) if isinstance(each, RaggedShard))
+        placements = [Replicate() if i == axis else each for i, each in enumerate(spec.placements)]
+        local = local_of(grad.redistribute(placements=placements))
+        start, stop = spec.placements[axis].range_of(spec.mesh.get_local_rank(axis))
+        return placed_as(like, local[start:stop].contiguous())
