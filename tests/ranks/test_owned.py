@@ -426,6 +426,6 @@ def test_blocks_of_nothing_are_refused(make):
 
 def test_a_model_of_which_nothing_is_owned_has_no_owned_parameters():
     with pytest.raises(
-        InputError, match=r'no rank owns a matrix of this model; call fully_shard\(\.\.\., layout="o'
+        InputError, match=r'nothing of this model is owned; call fully_shard\(\.\.\., layout="o'
     ):
         shardwright.owned_params(fully_shard(nn.Linear(3, 3)))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from shardwright.errors import CheckpointError
-from shardwright.params.placement import Cut, cuts_of
+from shardwright.params.placement import Cut, RaggedShard, cuts_of
 from shardwright.quantized.interchange import NF4_ROWS, STATE_ROWS, is_nf4_tensor
 from shardwright.torch_private import AsyncCollectiveTensor, DTensorSpec, TensorMeta, local_of
 
@@ -100,7 +100,20 @@ class _Cut:
         return self.made(part, shape, self.placements)
 
     def in_order(self, part: torch.Tensor, what: str) -> torch.Tensor:
-        """Those of all ranks, one after another. Raises: CheckpointError where they aren't of one size."""
+        """Those of all ranks, one after another. Raises: CheckpointError where they aren't of one size, nor
+        of whole blocks."""
+        local: Any = local_of(self._value) if isinstance(self._value, DTensor) else self._value
+        ragged = [p for p in self.placements if isinstance(p, RaggedShard)]
+        block = -(-local.numel() // max(part.numel(), 1))
+        row = local.numel() // max(len(local), 1)
+        if len(ragged) == 1 == len(cuts_of(self.placements)) and part.numel() in (
+            0,
+            -(-local.numel() // block),
+        ):
+            # Blocks end where ranks do, so that they are those of one process.
+            sizes = tuple(-(-size * row // block) for size in ragged[0].sizes)
+            cuts = [RaggedShard(sizes) if p is ragged[0] else p for p in self.placements]
+            return self.made(part, (sum(sizes),), cuts)
         self._check_even(part, what)
         return self.made(part, (self._parts * len(part), *part.shape[1:]), self.placements)
 

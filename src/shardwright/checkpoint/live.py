@@ -277,7 +277,7 @@ def state_of(optimizer: Optimizer, p: torch.Tensor, name: str, value: Saved) -> 
     """
     state = optimizer.state[p]
     if shard_behind(p) is not p:
-        return _as_shards(state, p, name)
+        return as_shards(state, p, name)
     if not isinstance(value, FlatSlice):
         return state
     for key, found in state.items():
@@ -293,7 +293,7 @@ def state_of(optimizer: Optimizer, p: torch.Tensor, name: str, value: Saved) -> 
     return {k: FlatSlice(v, value.entry) if is_like(v, p) and p.ndim else v for k, v in state.items()}
 
 
-def _as_shards(state: Mapping[str, Any], p: torch.Tensor, name: str) -> dict[str, Any]:
+def as_shards(state: Mapping[str, Any], p: torch.Tensor, name: str) -> dict[str, Any]:
     """The state of a matrix that this rank owns, as the shard's: what has as many rows is cut as that is.
 
     Raises: CheckpointError for what belongs to some experts of a stack, and doesn't say to which.

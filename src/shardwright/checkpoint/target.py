@@ -15,6 +15,7 @@ from shardwright.checkpoint.flat import FlatSlice, Saved, are_like, base_tensor,
 from shardwright.checkpoint.format import Box, Manifest, TensorEntry
 from shardwright.checkpoint.live import (
     Stateful,
+    as_shards,
     box_at,
     boxes_of,
     check_extra,
@@ -240,6 +241,7 @@ class LoadTargets:
         if kinds and not held:
             try:
                 state = made_state(self.optimizer, p, group, self._device)
+                state = state if shard is p else as_shards(state, p, name)
             except Exception as error:
                 self.problems.append(
                     f"optimizer/{name}: take one step before load; load's own failed: {error!r}"

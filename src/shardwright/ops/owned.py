@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 from shardwright.engine.unit import units_in
 from shardwright.errors import InputError
 from shardwright.params.placement import SHARD, shard_behind
-from shardwright.params.ragged import Owned, placed_as
+from shardwright.params.ragged import placed_as
 from shardwright.torch_private import local_of, parameters_of
 
 
 class OwnedParameter(nn.Parameter):
-    """A whole matrix, or this rank's experts of a stack, in the memory of the shard: a plain parameter, for
-    an optimizer on the rank that owns it. Its ``grad`` is that of the shard.
+    """What a rank owns of a parameter, in the memory of the shard: plain, for an optimizer on that rank. Its
+    ``grad`` is that of the shard.
 
     Args:
         shard: the parameter of the model, a DTensor.
@@ -50,11 +50,12 @@ class OwnedParameter(nn.Parameter):
 
 
 def owned_params(model: nn.Module) -> list[OwnedParameter]:
-    """The matrices that this rank owns, as plain parameters for an optimizer that needs whole ones. Local.
+    """What this rank owns of a model, as plain parameters for an optimizer that needs whole units. Local.
 
-    Those of ``layout="owner"``, and of ``Owned`` placements: whole, or of a stack [experts, rows, columns]
-    this rank's experts. They lie in the memory of the model's own, and have ``grad`` after a backward. Build
-    the optimizer of them after ``fully_shard``; it sends nothing. The rest is ``other_params``.
+    Of ``layout="owner"`` and ``Owned`` placements whole matrices, or of a stack [experts, rows, columns] this
+    rank's experts; of ``Blocks`` placements this rank's blocks, which are rows. They lie in the memory of the
+    model's own, and have ``grad`` after a backward. Build the optimizer of them after ``fully_shard``; it
+    sends nothing. The rest is ``other_params``.
 
     Args:
         model: a sharded model, with memory (not on the meta device).
@@ -64,7 +65,7 @@ def owned_params(model: nn.Module) -> list[OwnedParameter]:
             torch's optimizers take an empty list as ``[{"params": []}]``.
 
     Raises:
-        InputError: nothing of the model is owned, or it is on the meta device.
+        InputError: nothing of the model is owned by any rank, or it is on the meta device.
 
     Examples:
         >>> model = shardwright.fully_shard(nn.Linear(8, 4), layout="owner")
@@ -76,8 +77,8 @@ def owned_params(model: nn.Module) -> list[OwnedParameter]:
     owned = _owned_of(model)
     if not owned:
         raise InputError(
-            'no rank owns a matrix of this model; call fully_shard(..., layout="owner"), or return '
-            "shardwright.Owned() from shard_placement_fn"
+            'nothing of this model is owned; call fully_shard(..., layout="owner"), or return '
+            "shardwright.Owned() or Blocks(...) from shard_placement_fn"
         )
     if any(param.is_meta for param in owned.values()):
         raise InputError("the model is on the meta device; load its weights, or call to_empty(), before this")
@@ -87,7 +88,8 @@ def owned_params(model: nn.Module) -> list[OwnedParameter]:
 
 
 def other_params(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that ``owned_params`` has on no rank: biases, norms, embeddings, the output head. Local.
+    """The parameters that ``owned_params`` has on no rank: with ``layout="owner"`` biases, norms, embeddings,
+    the output head. Local.
 
     Args:
         model: a sharded model.
@@ -100,12 +102,12 @@ def other_params(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _owned_of(model: nn.Module) -> dict[str, Any]:
-    """The shards of what ranks own whole, by name, in the order of the model."""
+    """The shards of what ranks own, by name, in the order of the model."""
     params = [param for unit in units_in(model) for param in unit.params]
     owned = {
         (id(param.sites[0].module), param.sites[0].name): param.sharded
         for param in params
-        if isinstance(param.split.layout, Owned)
+        if param.split.layout is not None
     }
     found: dict[str, Any] = {}
     for path, module in model.named_modules():

@@ -236,7 +236,7 @@ class RaggedTensor(DTensor):
     # ---- torch.distributed.checkpoint's protocol (CheckpointableTensor)
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
-        from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415 torch's checkpoints
+        from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415 saves by torch
 
         properties = metadata.TensorProperties.create_from_tensor(self.to_local())
         return [
@@ -249,7 +249,7 @@ class RaggedTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint import metadata  # noqa: PLC0415 torch's checkpoints
+        from torch.distributed.checkpoint import metadata  # noqa: PLC0415 saves by torch
 
         mesh = self.device_mesh
         offset, size = held_by(self.placements, self.shape, mesh.shape, mesh.get_coordinate() or ())
