@@ -45,6 +45,9 @@ class RaggedShard(Placement):
         return RaggedShard, (self.sizes, self.dim)
 
     def __repr__(self) -> str:
+        owners = [rank for rank, size in enumerate(self.sizes) if size]
+        if len(owners) == 1:  # of hundreds of ranks one line shows no more than this
+            return f"RaggedShard(rank={owners[0]}, dim={self.dim})"
         return f"RaggedShard(sizes={self.sizes}, dim={self.dim})"
 
 
