@@ -27,17 +27,8 @@ AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 PACKAGE = "shardwright"
 CHECKPOINTS = ("checkpoint", "checkpoint.convert", "checkpoint.tools", "checkpoint.xla")
 LIBRARIES = ("xla", "xla.checkpoint", "xla.files", "hf", "clients.fabric", "clients.lightning")
-OTHERS = (
-    "wrapper",
-    "parallel",
-    "plan",
-    "plan.cluster",
-    "lora",
-    "optim",
-    "quantized.nf4",
-    "quantized.interchange",
-)
-PUBLIC = ("public", "publishing.engines", *CHECKPOINTS, *LIBRARIES, *OTHERS)
+OTHERS = ("wrapper", "parallel", "plan", "plan.cluster", "lora", "quantized.nf4", "quantized.interchange")
+PUBLIC = ("public", "optim", "publishing.engines", *CHECKPOINTS, *LIBRARIES, *OTHERS)
 """Modules whose names are for users; `shardwright` itself gives out the names of `public`."""
 
 CANNOT_RAISE = {
