@@ -12,9 +12,8 @@ from torch.optim.adamw import adamw
 from shardwright.engine.building.grouping import hints_of
 from shardwright.errors import InputError
 from shardwright.lora import stacked_in
-from shardwright.schedule.balance import newton_schulz_flops
 
-__all__ = ["Muon", "hidden_matrices", "newton_schulz_flops"]
+__all__ = ["Muon", "hidden_matrices"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 

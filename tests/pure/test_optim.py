@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright import optim
 from shardwright.errors import InputError
-from shardwright.optim import Muon, hidden_matrices, newton_schulz_flops
+from shardwright.optim import Muon, hidden_matrices
+from shardwright.schedule.balance import newton_schulz_flops
 
 SHAPES = [(8, 24), (24, 8), (8, 8), (8, 24), (3, 5), (1, 7)]
 ADJUSTMENTS = [None, "original", "match_rms_adamw"]
