@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from shardwright.engine.building.grouping import hints_of
+from shardwright.engine.building.grouping import hints_of, suggested
 from shardwright.errors import InputError
 from shardwright.lora import stacked_in
 
@@ -240,8 +240,8 @@ def hidden_matrices(model: nn.Module) -> list[str]:
 
     - what an ``nn.Embedding`` holds, and what is tied to it;
     - the head: ``get_output_embeddings()`` of a model of transformers, else, where none is tied, the last
-      ``nn.Linear`` with as many outputs as an embedding has rows. A classifier's head isn't known by that:
-      take it out yourself;
+      ``nn.Linear`` outside of its blocks with as many outputs as an embedding has rows. A classifier's head
+      isn't known by that: take it out yourself;
     - convolution kernels (an optimizer would take [out, in, length] for a stack), vectors in the form of
       matrices, and parameters of norms or with "bias", "embed" or "token" in their own name;
     - LoRA's factors, whose product is the matrix: step them by AdamW.
@@ -261,14 +261,16 @@ def hidden_matrices(model: nn.Module) -> list[str]:
     """
     modules = {name: module for name, module in model.named_modules() if "lora_" not in name}
     tables = [module for module in modules.values() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    linears = [module for module in modules.values() if isinstance(module, nn.Linear)]
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     apart = {id(table.weight) for table in tables}
     said = hints_of(model).head
     if said is not None:
         apart |= {id(param) for param in model.get_submodule(said).parameters()}
-    elif not any(id(linear.weight) in apart for linear in linears):
+    elif not any(id(linear.weight) in apart for linear in linears.values()):
         rows = {table.num_embeddings for table in tables}
-        apart |= {id(linear.weight) for linear in [m for m in linears if m.out_features in rows][-1:]}
+        inside = tuple(f"{block}." for block in suggested(model).apart)
+        heads = [m for n, m in linears.items() if m.out_features in rows and not n.startswith(inside)]
+        apart |= {id(head.weight) for head in heads[-1:]}
     stacks = {*stacked_in(model)}
     found = []
     for name, param in model.named_parameters():
