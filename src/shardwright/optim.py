@@ -243,7 +243,8 @@ def hidden_matrices(model: nn.Module) -> list[str]:
       ``nn.Linear`` outside of its blocks with as many outputs as an embedding has rows. A classifier's head
       isn't known by that: take it out yourself;
     - convolution kernels (an optimizer would take [out, in, length] for a stack), vectors in the form of
-      matrices, and parameters of norms or with "bias", "embed" or "token" in their own name;
+      matrices, and parameters of norms, with "bias", "embed" or "token" in their own name, or with a true
+      attribute ``_no_weight_decay`` (Mamba's);
     - LoRA's factors, whose product is the matrix: step them by AdamW.
 
     Local, and the same on every rank.
@@ -278,6 +279,8 @@ def hidden_matrices(model: nn.Module) -> list[str]:
         is_matrix = (param.ndim == 2 or name in stacks) and min(param.shape[-2:]) > 1 and param.requires_grad
         is_weight = path in modules and "Norm" not in type(modules[path]).__name__
         is_weight = is_weight and not any(word in own for word in _NOT_WEIGHTS)
+        # Mamba's mark of rates that lie in a matrix.
+        is_weight = is_weight and not getattr(param, "_no_weight_decay", False)
         if is_matrix and is_weight and id(param) not in apart:
             found.append(name)
     return found

@@ -225,6 +225,8 @@ class Model(nn.Module):
         self.up, self.router, self.one = nn.Linear(6, 9), nn.Linear(6, 4), nn.Linear(6, 1)
         self.attention, self.experts, self.norm = nn.MultiheadAttention(6, 2), Experts(), nn.LayerNorm((5, 6))
         self.up.lora_A, self.up.lora_B = nn.Linear(6, 2), nn.Linear(2, 9)
+        self.rates = nn.Parameter(torch.ones(6, 4))
+        self.rates._no_weight_decay = True
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         if tied:
             self.head.weight = self.table.weight
