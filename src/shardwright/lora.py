@@ -481,7 +481,7 @@ def adapter_parts(folder: str | Path, model: nn.Module) -> dict[str, dict[str, t
     (as ``merged_weight`` takes them). Raises: CheckpointError where they can't be read."""
     path, lora = Path(folder, _WEIGHTS), read_lora(folder)
     tensors = _tensors_of(path)
-    stacked = [n for n in _stacked_in(model) if any(_matches(target, n) for target in lora.targets)]
+    stacked = [n for n in stacked_in(model) if any(_matches(target, n) for target in lora.targets)]
     weights = {nested: name for name, nested in _nested(stacked).items()}
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -524,7 +524,7 @@ def _chosen(model: nn.Module, lora: Lora) -> tuple[dict[str, Any], dict[str, lis
     """The layers that get an adapter, and the 3-D parameters by the paths of their modules. Raises:
     InputError where a target matches nothing, or peft has no such adapter."""
     layers = {name: m for name, m in model.named_modules() if own_class(type(m)) is nn.Linear}
-    stacked, head, found = _stacked_in(model), hints_of(model).head, set[str]()
+    stacked, head, found = stacked_in(model), hints_of(model).head, set[str]()
     for target in lora.targets:
         if target == "auto":
             names = {name for name, layer in layers.items() if name != head and not _is_router(name, layer)}
@@ -560,7 +560,7 @@ def _matches(target: str, name: str) -> bool:
     return f".{name}".endswith(f".{target}") or fnmatchcase(name, target)
 
 
-def _stacked_in(model: nn.Module) -> list[str]:
+def stacked_in(model: nn.Module) -> list[str]:
     """Names of the 3-D parameters that can have an adapter: of experts, say, and not of convolutions."""
     found = []
     for path, module in model.named_modules():

@@ -22,6 +22,7 @@ from shardwright import (
     fully_shard,
 )
 from shardwright.errors import InputError
+from shardwright.optim import hidden_matrices
 from shardwright.parallel import mean_over_tokens, shift_labels, tokens_per_expert
 from tests.hf import models
 from tests.hf.models import EXPERTS, SIZES
@@ -191,3 +192,11 @@ def refuses(rank, world):
 
 def test_experts_that_can_not_be_distributed_are_refused():
     run_ranks(2, refuses)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_muon_is_for_stacked_experts_and_all_other_matrices_of_the_blocks(kind):
+    named = [(n, p) for n, p in build(kind).named_parameters() if min(p.shape[-2:]) > 1 and p.ndim > 1]
+    inside = [name for name, _ in named if ".layers." in name and "bias" not in name]
+    assert any("experts" in name for name in inside)
+    assert hidden_matrices(build(kind)) == inside

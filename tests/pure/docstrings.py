@@ -28,7 +28,7 @@ PACKAGE = "shardwright"
 CHECKPOINTS = ("checkpoint", "checkpoint.convert", "checkpoint.tools", "checkpoint.xla")
 LIBRARIES = ("xla", "xla.checkpoint", "xla.files", "hf", "clients.fabric", "clients.lightning")
 OTHERS = ("wrapper", "parallel", "plan", "plan.cluster", "lora", "quantized.nf4", "quantized.interchange")
-PUBLIC = ("public", "publishing.engines", *CHECKPOINTS, *LIBRARIES, *OTHERS)
+PUBLIC = ("public", "optim", "publishing.engines", *CHECKPOINTS, *LIBRARIES, *OTHERS)
 """Modules whose names are for users; `shardwright` itself gives out the names of `public`."""
 
 CANNOT_RAISE = {

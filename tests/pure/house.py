@@ -32,6 +32,7 @@ FLOORS = {
     "data": 11,
     "recipe": 10,
     "lora": 9,
+    "optim": 10,
     "wrapper": 12,
     "api": 11,
     "module": 8,

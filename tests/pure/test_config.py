@@ -277,3 +277,12 @@ def test_epochs_stand_for_steps():
     training = config.TrainingConfig(epochs=3, steps=5)
     assert steps_of(training, 7).steps == 21
     assert steps_of(config.TrainingConfig(steps=5), 7).steps == 5
+
+
+def test_muon_is_refused_where_it_has_no_weights_to_step(tmp_path):
+    path = write(tmp_path, '[optimizer]\nkind = "muon"\n')
+    assert resolve(path).recipe.optimizer.kind == "muon"
+    with pytest.raises(ConfigError, match=r'muon steps on "eager" only'):
+        resolve(path, [("launch.backend", "xla")])
+    with pytest.raises(ConfigError, match=r"which \[adapter\] freezes; take another one"):
+        resolve(path, [("base.folder", "."), ("adapter.rank", "4")])

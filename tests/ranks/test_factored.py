@@ -9,8 +9,9 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from shardwright import fully_shard
-from shardwright.errors import StageError
+from shardwright import checkpoint, fully_shard
+from shardwright.errors import InputError, StageError
+from shardwright.optim import Muon, hidden_matrices
 from tests.ranks.models import full
 from tests.ranks.pool import on_ranks, run_ranks
 
@@ -84,6 +85,42 @@ def muon(rank, world):
 
 def test_muon_over_shards_says_that_it_is_not_exact_and_is_near():
     assert max(run_ranks(2, muon)) < 1e-2
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up = nn.Parameter(torch.randn(5, 8, 8, dtype=torch.float64))
+        self.head = nn.Linear(8, 3, dtype=torch.float64)
+
+    def forward(self, rows):
+        return self.head(torch.einsum("bi,eoi->beo", rows.double(), self.up).tanh().sum(1))
+
+
+def muon_of(model):
+    """Muon for the stack, AdamW for the layer."""
+    named = dict(model.named_parameters())
+    rest = [named["head.weight"], named["head.bias"]]
+    return Muon([named["up"]], lr=0.05, ns_dtype="float64", rest=rest, rest_lr=0.05)
+
+
+def stacks(rank, world, folder):
+    model, whole = fully_shard(Stacked()), Stacked()
+    assert "up" in hidden_matrices(model)
+    with pytest.raises(InputError, match=r'shape \[3, 8\] .* a part only .*layout="owner".*owned_params'):
+        Muon([model.head.weight])
+    pair = [muon_of(model), muon_of(whole)]
+    begun = step_both(model, whole, pair, rank, world, range(2))
+    checkpoint.save(folder, model=model, optimizer=pair[0], step=2)
+    model = fully_shard(Stacked())
+    pair[0] = muon_of(model)
+    checkpoint.load(folder, model=model, optimizer=pair[0])
+    return max(begun, step_both(model, whole, pair, rank, world, range(2, 4)))
+
+
+def test_muon_steps_the_whole_experts_of_a_sharded_stack_as_one_process_and_resumes(tmp_path):
+    assert max(run_ranks(2, stacks, tmp_path)) < 1e-12
 
 
 @pytest.mark.each_case

@@ -400,6 +400,17 @@ def test_a_rank_that_is_killed_ends_all_within_seconds(place):
 
 
 @pytest.mark.slow
+def test_a_run_by_muon_learns_and_resumes_to_the_same_bits(place):
+    options = ("--optimizer.kind", "muon", "--optimizer.lr", "0.02", "--launch.ranks", "1", "--run.folder")
+    succeeded(place, *options, "muon")
+    losses = [loss for (loss,) in rows(place / "muon", "loss") if loss]
+    assert losses[-1] < losses[0] - 1
+    weights = (place / "muon" / "model.safetensors").read_bytes()
+    succeeded(place, *options, "muon", "--resume", "30")
+    assert (place / "muon" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.slow
 def test_resuming_what_is_not_there_or_another_run_says_so(place, whole):
     code, _, err = run(place, "--resume", "--run.folder", "nosuch")
     assert (code, err.count("\n")) == (1, 1)

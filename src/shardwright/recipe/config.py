@@ -245,12 +245,13 @@ class TrainingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, with a linear warm-up of the learning rate and a schedule."""
+    """AdamW or Muon, with a linear warm-up of the learning rate and a schedule."""
 
-    kind: Literal["adamw-fused", "adamw", "adamw-8bit"] = Field(
+    kind: Literal["adamw-fused", "adamw", "adamw-8bit", "muon"] = Field(
         default="adamw-fused",
         description="adamw-fused: one kernel for many tensors; adamw: without it; adamw-8bit: bitsandbytes', "
-        "whose state takes 2 bytes a parameter instead of 8",
+        "whose state takes 2 bytes a parameter instead of 8; muon: for matrices but embeddings and the head, "
+        "scaled for AdamW's lr, and adamw for the rest",
     )
     schedule: Literal["cosine", "wsd", "constant"] = Field(
         default="cosine",
@@ -438,8 +439,11 @@ class Recipe(Section):
             wrong.append('training.offload: shards lie on the host on "eager" only; leave it out')
         if self.training.on_nonfinite == "skip" and self.launch.backend != "eager":
             wrong.append('training.on_nonfinite: a step is skipped on "eager" only; set it to "stop"')
-        if self.optimizer.kind == "adamw-8bit" and self.launch.backend != "eager":
-            wrong.append('optimizer.kind: adamw-8bit steps on "eager" only; take another one')
+        kind = self.optimizer.kind
+        if kind in ("adamw-8bit", "muon") and self.launch.backend != "eager":
+            wrong.append(f'optimizer.kind: {kind} steps on "eager" only; take another one')
+        if kind == "muon" and self.adapter.rank:
+            wrong.append("optimizer.kind: muon is for weights, which [adapter] freezes; take another one")
         if self.data.sources and not self.base.folder:
             wrong.append("data.sources: they are for a model of [base]; give data.path")
         if self.training.plan:

@@ -1,6 +1,6 @@
 """The engine of PyTorch's own execution: one process per rank, each with its shards.
 
-step:  [microbatch: forward, backward] x accumulation -> clip -> AdamW -> zero
+step:  [microbatch: forward, backward] x accumulation -> clip -> optimizer -> zero
 """
 
 import math
@@ -22,6 +22,7 @@ from shardwright.errors import ConfigError
 from shardwright.lora import trained_part
 from shardwright.module import FSDPModule
 from shardwright.observe.memory.report import Category, MemoryReport
+from shardwright.optim import Muon, hidden_matrices
 from shardwright.parallel import Mesh, context_parallel
 from shardwright.plan.file import OFFLOADS, Plan
 from shardwright.policy import MixedPrecisionPolicy
@@ -99,13 +100,25 @@ def policies_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Any:
-    """AdamW over the (sharded) parameters that are trained; matrices are decayed, vectors are not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """AdamW (or Muon and AdamW) over the (sharded) parameters that are trained; matrices are decayed, vectors
+    are not."""
+    names = hidden_matrices(model) if config.kind == "muon" else []
+    parameters = [p for name, p in model.named_parameters() if p.requires_grad and name not in names]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if config.kind == "muon":
+        return Muon(
+            [model.get_parameter(name) for name in names],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+            rest=groups,
+            rest_lr=config.lr,
+            rest_betas=(config.beta1, config.beta2),
+        )
     options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
     if config.kind == "adamw-8bit":
         return import_module("shardwright.train.eight_bit").AdamW8bit(groups, **options)
