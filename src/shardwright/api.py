@@ -128,6 +128,11 @@ def fully_shard(
         >>> model[0].weight.shape, model[0].weight.placements
         (torch.Size([8, 8]), (Shard(dim=0),))
     """
+    given: Any = layout
+    if layout == "owner":
+        from shardwright.optim import balanced  # noqa: PLC0415 owned matrices
+
+        given = balanced(module)
     options = GroupOptions(
         reshard_after_forward,
         shard_placement_fn,
@@ -135,7 +140,7 @@ def fully_shard(
         offload_policy,
         dp_mesh_dims,
         over_all=shard_over_all,
-        layout=layout,
+        layout=given,
     )
     ignored = {id(param) for param in ignored_params or ()}
     if plan is not None or cluster is not None or sample is not None:

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 from shardwright.engine.building.grouping import hints_of, suggested
 from shardwright.errors import InputError
 from shardwright.lora import stacked_in
+from shardwright.params.ragged import Balanced
 
 __all__ = ["Muon", "hidden_matrices"]
 
@@ -284,6 +285,13 @@ def hidden_matrices(model: nn.Module) -> list[str]:
         if is_matrix and is_weight and id(param) not in apart:
             found.append(name)
     return found
+
+
+def balanced(given: Any) -> Balanced:
+    """The hidden matrices of the module, or modules, that one call of ``fully_shard`` is given, to be spread
+    over their owners."""
+    modules = list(given) if isinstance(given, list | tuple) else [given]
+    return Balanced({id(p): p for m in modules for p in map(m.get_parameter, hidden_matrices(m))})
 
 
 def _groups(params: Params) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ An optimizer of whole matrices (Muon, Shampoo) so has each on one rank, and send
 
 import copyreg
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -26,8 +26,10 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwright.errors import InputError
 from shardwright.params.at_rest import as_torch, reduced
 from shardwright.params.placement import RaggedShard, Split, held_by
+from shardwright.schedule.balance import Load, Matrices, newton_schulz_flops, owners
 from shardwright.schedule.layout import ParamLayout
 from shardwright.torch_private import DTensorSpec, TensorMeta, local_of, spec_of, tree_leaves, tree_map
+from shardwright.transport.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -94,89 +96,78 @@ Layout = Owned | Blocks | str | None
 """``layout=`` of ``fully_shard``."""
 
 
+@dataclass(eq=False)
+class Balanced:
+    """Owners of the hidden matrices of one call of ``fully_shard``, chosen together.
+
+    matrices: by id. rows: of those whose owners are chosen, of each rank.
+    """
+
+    matrices: dict[int, nn.Parameter]
+    rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
 def check_layout(layout: Any) -> None:
     """Raises: InputError for what isn't one."""
-    if not isinstance(layout, Owned | Blocks) and layout not in (None, "rows", "owner"):
+    if not isinstance(layout, Owned | Blocks | Balanced) and layout not in (None, "rows"):
         raise InputError(f"layout must be 'rows', 'owner', an Owned or a Blocks, got {layout!r}")
 
 
-Found = Mapping[nn.Parameter, tuple[str, Sequence[Any]]]
-"""By parameter its name, and the places that show it."""
-
-
-def laid_out(found: Found, splits: Mapping[nn.Parameter, Split], options: Any) -> dict[nn.Parameter, Split]:
-    """The splits of one call of ``fully_shard``, with the rows of each rank.
+def laid_out(names: Mapping[nn.Parameter, str], splits: Mapping[nn.Parameter, Split], options: Any) -> Any:
+    """The splits of a group's parameters, with the rows of each rank.
 
     options: of the call; their ``layout`` is that of parameters which ``shard_placement_fn`` said nothing of.
     Raises: InputError for a parameter that can't be laid out so.
     """
     if options.flat:
         raise InputError("use_orig_params=False: a flat parameter has no matrices; leave layout= out")
-    chosen = {param: _default(options.layout, param, found) for param in splits}
-    asked = {param: split.layout or chosen[param] for param, split in splits.items()}
-    sizes = _owned(found, splits, asked)
-    for param, wanted in asked.items():
-        if wanted is None or param in sizes:
+    layout, made = options.layout, dict(splits)
+    if not isinstance(layout, Balanced):
+        layout = Balanced({}) if options.layout in (None, "rows") else options.layout
+    for param, split in splits.items():
+        wanted = split.layout
+        if wanted is None and split.dim == 0:  # not a scalar, nor one that is cut on another dim
+            is_owned = isinstance(layout, Balanced) and id(param) in layout.matrices
+            wanted = Owned() if is_owned else None if isinstance(layout, Balanced) else layout
+        if wanted is None or split.dim is None:
             continue
-        fqn, split = found[param][0], splits[param]
-        if split.dim != 0 and split.layout is None:
-            continue  # a scalar, or one that is cut on another dim
-        sizes[param] = wanted.sizes(_layout_of(param, split), fqn)
-    made = dict(splits)
-    for param, each in sizes.items():
-        made[param] = replace(splits[param], layout=asked[param])
-        layout_of = _layout_of(param, splits[param])
-        even = tuple(layout_of.row_range(rank) for rank in range(layout_of.world))
+        rows = _layout_of(param, split.axis.world)
+        if wanted == Owned():
+            sizes = _balanced(param, split.axis, layout if isinstance(layout, Balanced) else Balanced({}))
+        else:
+            sizes = wanted.sizes(rows, names[param])
         # Where torch.chunk cuts the same rows it is a plain Shard, which all of torch knows.
-        if each != tuple(stop - start for start, stop in even):
-            made[param] = replace(made[param], sizes=each)
+        spans = [rows.row_range(rank) for rank in range(rows.world)]
+        is_even = sizes == tuple(stop - start for start, stop in spans)
+        made[param] = replace(split, layout=wanted, sizes=None if is_even else sizes)
     return made
 
 
-def _layout_of(param: torch.Tensor, split: Split) -> ParamLayout:
+def _layout_of(param: torch.Tensor, world: int) -> ParamLayout:
     local = local_of(param) if isinstance(param, DTensor) else param
-    return ParamLayout(tuple(local.shape), split.axis.world, split.dim)
+    return ParamLayout(tuple(local.shape), world)
 
 
-def _default(layout: Layout, param: nn.Parameter, found: Found) -> Any:
-    if layout != "owner":
-        return layout if isinstance(layout, Owned | Blocks) else None
-    return Owned() if is_matrix(param, [site.module for site in found[param][1]], found) else None
-
-
-def is_matrix(param: nn.Parameter, modules: Iterable[nn.Module], found: Mapping[nn.Parameter, Any]) -> bool:
-    """Whether a parameter is a hidden matrix, or a stack of them: a trained weight of two dims, or three, but
-    no table of an embedding, no kernel of a convolution, and no output head (as many rows as a table)."""
-    if param.ndim not in (2, 3) or not param.requires_grad or not param.is_floating_point():
-        return False
-    if any(isinstance(module, nn.Embedding) or hasattr(module, "kernel_size") for module in modules):
-        return False
-    places = [(len(each), site.module) for each, (_, sites) in found.items() for site in sites if each.ndim]
-    tables = {rows for rows, module in places if isinstance(module, nn.Embedding)}
-    return param.ndim == 3 or len(param) not in tables
-
-
-def _owned(
-    found: Found, splits: Mapping[nn.Parameter, Split], asked: Mapping[nn.Parameter, Any]
-) -> dict[nn.Parameter, tuple[int, ...]]:
-    """Rows of each rank of those whose owner is to be chosen: the costliest first, each to the rank that has
-    least."""
-    free = [param for param, wanted in asked.items() if wanted == Owned()]
-    sizes: dict[nn.Parameter, tuple[int, ...]] = {}
-    for param in sorted(free, key=lambda each: -each.numel()):
-        split = splits[param]
-        if split.dim is None:
-            continue
-        layout, comm = _layout_of(param, split), split.axis.comm
-        loads = comm.loads = comm.loads or {}
-        rows = [0] * layout.world
-        for _ in range(layout.rows if param.ndim == 3 else 1):
-            rank = min(range(layout.world), key=lambda each: (loads.get(each, 0), each))
-            many = 1 if param.ndim == 3 else layout.rows
-            loads[rank] = loads.get(rank, 0) + many * layout.row_numel
-            rows[rank] += many
-        sizes[param] = tuple(rows)
-    return sizes
+def _balanced(param: nn.Parameter, axis: Axis, together: Balanced) -> tuple[int, ...]:
+    """Rows of each rank of a matrix whose owner is to be chosen, or of a stack of them."""
+    if id(param) not in together.rows:
+        # At once with those of the call that are still to be sharded: they are spread more evenly then.
+        params = [param, *(each for key, each in together.matrices.items() if key not in together.rows)]
+        params = list({id(each): each for each in params}.values())
+        layouts = [_layout_of(each, axis.world) for each in params]
+        weights = [
+            Matrices(
+                layout.rows if len(layout.shape) == 3 else 1,
+                math.prod(layout.shape[-2:]) * each.element_size(),
+                newton_schulz_flops(layout.shape[-2:]) if len(layout.shape) > 1 else 0,
+            )
+            for each, layout in zip(params, layouts, strict=True)
+        ]
+        loads = axis.comm.loads = axis.comm.loads or [Load() for _ in range(axis.world)]
+        for each, layout, counts in zip(params, layouts, owners(weights, loads), strict=True):
+            many = 1 if len(layout.shape) == 3 else layout.rows
+            together.rows[id(each)] = tuple(count * many for count in counts)
+    return together.rows[id(param)]
 
 
 # ---- the tensor

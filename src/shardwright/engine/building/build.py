@@ -243,7 +243,7 @@ def shard_modules(
     if options.layout is not None or any(split.layout for split in splits.values()):
         from shardwright.params.ragged import laid_out  # noqa: PLC0415 chosen sizes
 
-        splits = laid_out(found, splits, options)
+        splits = laid_out({param: fqn for param, (fqn, _) in found.items()}, splits, options)
     for each in (axis, *(split.axis for split in splits.values())):
         options.check_world(each)
     _warn_of_references(modules, {param: fqn for param, (fqn, _) in found.items()})
