@@ -108,7 +108,7 @@ CORE = {
     "quantized": "__init__ codec codecs module",
     "observe/memory": "accounts out_of_memory",
     "schedule": """
-        check follower following grouping layout recorded schedule scheduler sync
+        balance check follower following grouping layout recorded schedule scheduler sync
     """,
     "transport": """
         attempt base channel collect custom device_times differences host_limits host_memory jobstore link
