@@ -24,7 +24,8 @@ OptimizerOffloadPolicy Owned Publisher Receiver ReduceScatterBucketer ReduceScat
 ShardPlacementResult Stats StepInBackward UnshardHandle WatchPolicy clip_grad_norm_ communication_s
 context_parallel expert_parallel explain full_state_dict fully_shard install linear_cross_entropy lockstep
 loss_weights mesh gathered nf4
-offload_states other_params owned_params pickle_shards publish quantize_ register_fsdp_forward_method receive record_function
+offload_states other_params owned_params pickle_shards publish quantize_ register_fsdp_forward_method receive
+record_function
 reload_states scattered share_comm_ctx set_process set_transport set_watch stats stream_state_dict
 uninstall
 """
