@@ -24,6 +24,7 @@ from shardwright import (
     fully_shard,
 )
 from shardwright.errors import InputError
+from shardwright.schedule.balance import newton_schulz_flops
 from tests.ranks.pool import run_ranks
 
 LAYOUTS = ["owner", Owned(1), Blocks(3), Blocks(elements=16), Blocks(shares=(2, 1, 1))]
@@ -429,3 +430,32 @@ def test_a_model_of_which_nothing_is_owned_has_no_owned_parameters():
         InputError, match=r'nothing of this model is owned; call fully_shard\(\.\.\., layout="o'
     ):
         shardwright.owned_params(fully_shard(nn.Linear(3, 3)))
+
+
+def shares_of_owners(rank, world, make):
+    model = make()
+    fully_shard(model, layout="owner")
+    owned = shardwright.owned_params(model)
+    return sum(p.nbytes for p in owned), sum(newton_schulz_flops(p.shape) for p in owned)
+
+
+def transformer():
+    block = {
+        "qkv": nn.Linear(24, 72),
+        "out": nn.Linear(24, 24),
+        "up": nn.Linear(24, 96),
+        "down": nn.Linear(96, 24),
+    }
+    return nn.ModuleList(copy.deepcopy(nn.ModuleDict(block)) for _ in range(12))
+
+
+def experts():
+    return nn.ModuleList(Block() for _ in range(12))
+
+
+@pytest.mark.parametrize("make", [transformer, experts])
+def test_eight_ranks_own_equally_much_of_what_one_call_is_given(make):
+    for costs, most in zip(
+        zip(*run_ranks(8, shares_of_owners, make), strict=True), (1.05, 1.10), strict=True
+    ):
+        assert max(costs) <= most * sum(costs) / 8
