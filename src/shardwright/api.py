@@ -99,8 +99,8 @@ def fully_shard(
         plan: the plan that ``shardwright.plan.search`` found for this model, or the path of its file. It sets
             all groups, what is resharded, the dtypes, copies of shards, the schedule's policy, what is on the
             host at rest, whether frozen weights are quantised, and the modules under activation
-            checkpointing. It can be combined with ``mesh``, ``ignored_params`` and ``shard_placement_fn``,
-            and with ``offload_policy`` if the plan has none, but not with the other arguments.
+            checkpointing. It can be combined with ``mesh``, ``ignored_params``, ``shard_placement_fn`` and
+            ``layout``, and with ``offload_policy`` if the plan has none, but not with the others.
         cluster: with ``groups="auto"``, the cluster that the model runs on, or the path of its file.
             ``shardwright.plan`` chooses which blocks share a group, so that the step is shortest. The number
             of ranks is that of the mesh.

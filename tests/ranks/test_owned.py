@@ -459,3 +459,37 @@ def test_eight_ranks_own_equally_much_of_what_one_call_is_given(make):
         zip(*run_ranks(8, shares_of_owners, make), strict=True), (1.05, 1.10), strict=True
     ):
         assert max(costs) <= most * sum(costs) / 8
+
+
+def trained_block(block):
+    block(
+        torch.randn(4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ).square().mean().backward()
+
+
+def stage_of_owned(rank, world, folder):
+    mesh = shardwright.mesh(pp=2, dp=2)
+    block = Net().double().blocks[mesh.pp.get_local_rank()]
+    model = nn.ModuleDict({"blocks": nn.ModuleDict({str(mesh.pp.get_local_rank()): block})})
+    fully_shard(block, mesh=mesh.shard, layout="owner")
+    optimizer = Orthogonal([{"params": shardwright.owned_params(model)}])
+    trained_block(block)
+    optimizer.step()
+    checkpoint.save(folder, model=model, optimizer=optimizer, step=1, pp=mesh.pp)
+
+
+def test_stages_of_a_pipeline_save_what_their_ranks_own_as_one_model(tmp_path):
+    run_ranks(4, stage_of_owned, str(tmp_path))
+    models, optimizers = [], []
+    for _ in range(2):
+        models.append(nn.ModuleDict({"blocks": Net().double().blocks}))
+        optimizers.append(Orthogonal([p for p in models[-1].parameters() if p.ndim > 1]))
+    checkpoint.load(str(tmp_path), model=models[0], optimizer=optimizers[0])
+    for block in models[1]["blocks"]:
+        trained_block(block)
+    optimizers[1].step()
+    for ours, theirs in zip(*(each.parameters() for each in models), strict=True):
+        assert (ours - theirs).abs().max() < 1e-12
+        if ours.ndim > 1:
+            momenta = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (ours, theirs), strict=True)]
+            assert (momenta[0] - momenta[1]).abs().max() < 1e-12

@@ -83,7 +83,7 @@ def shard_as_planned(
     if not isinstance(model, nn.Module):
         raise InputError(f"plan= takes one model, got {type(model).__name__}; make a plan for each model")
     plan = given if isinstance(given, Plan) else Plan.load(given)
-    planned = replace(options, placement_fn=None, offload=DEFAULT_OFFLOAD)
+    planned = replace(options, placement_fn=None, offload=DEFAULT_OFFLOAD, layout=None)
     if planned != GroupOptions(None, None, DEFAULT_PRECISION, DEFAULT_OFFLOAD):
         raise InputError(
             "fully_shard got plan= and one of reshard_after_forward, mp_policy, dp_mesh_dims and "
