@@ -1,21 +1,39 @@
 """``[mesh]`` in recipes of fine-tuning: however ranks share the work, losses and models are one process's."""
 
 import json
+import shutil
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 
+import torch
+import transformers
 from safetensors.torch import load_file
 
 from shardwright.errors import InputError
 from shardwright.recipe.inputs import check_inputs
 from shardwright.train.folder import RunFolder
+from tests.hf.models import SIZES
 from tests.hf.test_finetune import losses, recipe_of, tune
 from tests.hf.test_finetune import place as place  # a fixture
 from tests.ranks.pool import run_ranks
 
+CONFIGS = {"qwen3": lambda sizes: transformers.Qwen3Config(**sizes, num_key_value_heads=4, head_dim=8)}
 FULL = {"base": {"quantise": "none"}, "adapter": {"rank": 0}, "optimizer": {"lr": 1e-3}}
+
+
+@pytest.fixture(scope="module")
+def bases(place):
+    """Folders of random models by their kinds, with the tokenizer of bytes."""
+    sizes = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"} | {"vocab_size": 256}
+    folders = {kind: place / kind for kind in CONFIGS}
+    for kind, folder in folders.items():
+        torch.manual_seed(7)
+        transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](sizes)).save_pretrained(folder)
+        for file in (place / "llama").glob("tokenizer*"):
+            shutil.copy(file, folder)
+    return folders
 
 
 def trained(place, folder, world, sections, resume=False, steps=10**6, **mesh):
@@ -94,3 +112,34 @@ def test_ranks_that_share_layers_learn_what_one_process_learns_and_export_it_who
     assert losses(tmp_path / "tp", "grad_norm") == pytest.approx(
         losses(tmp_path / "one", "grad_norm"), rel=1e-4
     )
+
+
+def assert_goes_on_elsewhere(place, folder, world, sections, mesh):
+    """A run that is begun on a mesh, goes on in one process and ends on the mesh is that of one process."""
+    expected = trained(place, folder / "one", 1, sections)
+    parts = folder / "parts"
+    trained(place, parts, world, sections, steps=2, **mesh)
+    trained(place, parts, 1, sections, resume=True, steps=2)
+    assert_same(trained(place, parts, world, sections, resume=True, **mesh), expected)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "mesh"),
+    [
+        ({"rank": 0}, {"tp": 2, "replicate": 2}),
+        ({"rank": 0}, {"tp": 2, "cp": 2}),
+        ({"rank": 4}, {"tp": 2}),
+        ({"rank": 4, "dora": True}, {"tp": 2, "cp": 2}),
+    ],
+    ids=str,
+)
+def test_layers_are_shared_beside_sequences_and_copies_and_with_adapters(
+    place, bases, tmp_path, adapter, mesh
+):
+    sections = {"base": {"quantise": "none", "folder": str(bases["qwen3"])}, "adapter": adapter}
+    assert_goes_on_elsewhere(place, tmp_path, 4, sections, mesh)
+
+
+def test_a_base_in_codes_is_not_shared_by_layers(place, tmp_path):
+    with pytest.raises(ValueError, match=r"mesh.tp: ranks can't share layers of a base in nf4.*leave tp or"):
+        recipe_of(place, tmp_path / "run", mesh={"tp": 2})

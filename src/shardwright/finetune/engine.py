@@ -40,7 +40,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     """
     base = recipe.base
     set_transport(recipe.schedule.transport)
-    model = tensor_parallel(adapted_model(recipe), place.mesh)
+    model = adapted_model(recipe, place.mesh)
     hf.shard(model, mesh=place.mesh.shard, **policies_of(recipe))
     model.set_schedule_policy(recipe.schedule.policy())
     quantise = None if base.quantise == "none" else base.quantise
@@ -48,9 +48,12 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     return model.train()
 
 
-def adapted_model(recipe: Recipe) -> Any:
-    """The model that is trained, on the meta device, with its adapters. Raises: as ``hf.load``."""
+def adapted_model(recipe: Recipe, mesh: Mesh | None = None) -> Any:
+    """The model that is trained, on the meta device, with its adapters, and layers that ranks of ``mesh``
+    share. Raises: as ``hf.load`` and ``tensor_parallel``."""
     model = meta_model(recipe.base)
+    if mesh is not None:
+        tensor_parallel(model, mesh)
     if recipe.adapter.rank:
         add_lora(model, recipe.adapter.policy(), torch.float32)
     if recipe.training.activation_checkpointing:

@@ -484,6 +484,9 @@ class Recipe(Section):
             wrong.append(
                 f"mesh.cp: training.loss = {training.loss!r} is made of whole sequences; leave cp out"
             )
-        if tp > 1 and self.adapter.rank:
-            wrong.append("mesh.tp: adapters and encoded bases aren't shared by layers; leave tp out")
+        if tp > 1 and self.base.quantise != "none":
+            wrong.append(
+                f"mesh.tp: ranks can't share layers of a base in {self.base.quantise}, whose codes are of "
+                "whole matrices; leave tp or base.quantise out"
+            )
         return wrong
