@@ -139,8 +139,8 @@ Adapters = Mapping[str, LoraLinear | LoraStacked]
 def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> list[str]:
     """Freeze a model and give what ``lora`` names an adapter, in place: each ``nn.Linear`` and 3-D parameter.
 
-    Call it before ``fully_shard``, before or after ``quantize_``, and after ``tensor_parallel``. A is drawn as
-    ``nn.Linear`` is, B is zeros: at first nothing changes.
+    Call it before ``fully_shard``, before or after ``quantize_``, and after ``tensor_parallel``. A is drawn
+    as ``nn.Linear`` is, B is zeros: at first nothing changes.
 
     Args:
         model: a model that isn't sharded, on the meta device or any.
@@ -151,8 +151,9 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
         The names of the layers with an adapter, and of the 3-D parameters.
 
     Raises:
-        InputError: a target matches nothing, or the model is sharded; 3-D parameters with dropout or DoRA, or
-            of a module around another layer with an adapter (peft has neither). Nothing is changed then.
+        InputError: a target matches nothing, or the model is sharded; 3-D parameters that ranks share, with
+            dropout or DoRA, or of a module around another layer with an adapter (peft has neither). Nothing
+            is changed then.
 
     Examples:
         >>> from shardwright.lora import Lora, add_lora
@@ -547,6 +548,11 @@ def _chosen(model: nn.Module, lora: Lora) -> tuple[dict[str, Any], dict[str, lis
     for name in (name for name in stacked if name in found):
         path, _, own = name.rpartition(".")
         chosen.setdefault(path, []).append(own)
+        if isinstance(parameters_of(model.get_submodule(path))[own], DTensor):
+            raise InputError(
+                f"{name!r} is shared by ranks (expert_parallel), and its adapter would be whole: leave it "
+                "out of Lora.targets, or take ep=1"
+            )
         if lora.dropout or lora.dora:
             raise InputError(
                 f"{name!r} is a 3-D parameter, whose adapters have no dropout and no DoRA (as in peft): set "

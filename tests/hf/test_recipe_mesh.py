@@ -14,19 +14,23 @@ from safetensors.torch import load_file
 from shardwright.errors import InputError
 from shardwright.recipe.inputs import check_inputs
 from shardwright.train.folder import RunFolder
-from tests.hf.models import SIZES
+from tests.hf.models import EXPERTS, SIZES
 from tests.hf.test_finetune import losses, recipe_of, tune
 from tests.hf.test_finetune import place as place  # a fixture
 from tests.ranks.pool import run_ranks
 
-CONFIGS = {"qwen3": lambda sizes: transformers.Qwen3Config(**sizes, num_key_value_heads=4, head_dim=8)}
+CONFIGS = {
+    "qwen3": lambda sizes: transformers.Qwen3Config(**sizes, head_dim=8),
+    "qwen3_moe": lambda sizes: transformers.Qwen3MoeConfig(**sizes, **EXPERTS, head_dim=8),
+    "mixtral": lambda sizes: transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
+}
 FULL = {"base": {"quantise": "none"}, "adapter": {"rank": 0}, "optimizer": {"lr": 1e-3}}
 
 
 @pytest.fixture(scope="module")
 def bases(place):
     """Folders of random models by their kinds, with the tokenizer of bytes."""
-    sizes = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"} | {"vocab_size": 256}
+    sizes = SIZES | {"vocab_size": 256, "num_key_value_heads": 4}
     folders = {kind: place / kind for kind in CONFIGS}
     for kind, folder in folders.items():
         torch.manual_seed(7)
@@ -39,7 +43,9 @@ def bases(place):
 def trained(place, folder, world, sections, resume=False, steps=10**6, **mesh):
     """Losses by steps, held-out losses, and the exported model, of a run of twelve sequences a step."""
     num_samples = world // (mesh.get("cp", 1) * mesh.get("tp", 1))
-    training = {"batch_size": 6 // num_samples, "accumulation": 2, **sections.get("training", {})}
+    each = 12 // num_samples
+    times = 2 - each % 2
+    training = {"batch_size": each // times, "accumulation": times, **sections.get("training", {})}
     recipe = recipe_of(place, folder, **{**sections, "training": training, "mesh": mesh})
     run_ranks(world, tune, recipe, resume, steps)
     found = losses(folder)
@@ -140,6 +146,31 @@ def test_layers_are_shared_beside_sequences_and_copies_and_with_adapters(
     assert_goes_on_elsewhere(place, tmp_path, 4, sections, mesh)
 
 
-def test_a_base_in_codes_is_not_shared_by_layers(place, tmp_path):
-    with pytest.raises(ValueError, match=r"mesh.tp: ranks can't share layers of a base in nf4.*leave tp or"):
-        recipe_of(place, tmp_path / "run", mesh={"tp": 2})
+@pytest.mark.parametrize(("key", "what"), [("tp", "layers"), ("ep", "experts")])
+def test_a_base_in_codes_is_not_shared(place, tmp_path, key, what):
+    with pytest.raises(
+        ValueError, match=rf"mesh.{key}: ranks can't share {what} of a base in nf4.*leave {key}"
+    ):
+        recipe_of(place, tmp_path / "run", mesh={key: 2})
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "world", "mesh"),
+    [
+        ("mixtral", 0, 2, {"ep": 2}),
+        ("qwen3_moe", 0, 4, {"ep": 2, "replicate": 2}),
+        ("mixtral", 4, 4, {"ep": 4, "cp": 2}),
+    ],
+    ids=str,
+)
+def test_experts_are_shared_and_the_balance_of_their_tokens_is_logged(
+    place, bases, tmp_path, kind, rank, world, mesh
+):
+    sections = {"base": {"quantise": "none", "folder": str(bases[kind])}, "adapter": {"rank": rank}}
+    assert_goes_on_elsewhere(place, tmp_path, world, sections, mesh)
+    for key in ("experts/largest", "experts/idle", "grad_norm"):
+        found, expected = (losses(tmp_path / run, key) for run in ("parts", "one"))
+        assert len(expected) == 8 and expected[1] > 0 - (key == "experts/idle")
+        assert found == pytest.approx(expected, rel=1e-3), key
+    one, parts = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "parts"))
+    assert [parts[key] for key in ("parameters", "full_nbytes")] == [one["parameters"], one["full_nbytes"]]

@@ -78,6 +78,7 @@ WRONG = {
     "mesh.cp: 3 ranks can't share training.sequence_length = 16 evenly; set it to 18": {"cp": 3},
     "mesh.cp: 4 ranks can't share model.num_heads = 2; take a divisor": {"cp": 4},
     "mesh.tp: it is for a model of [base]; take dp or cp": {"tp": 2},
+    "mesh.ep: it is for a model of [base]; take dp or cp": {"ep": 2},
     'mesh: ranks share more than parameters on "eager" only': {"cp": 2, "backend": "xla"},
     "mesh: a plan says how parameters are shared": {"replicate": 2, "plan": "plan.toml"},
     "mesh.dp (command line): got -1": {"dp": -1},
@@ -93,10 +94,10 @@ def test_what_a_mesh_can_not_share_is_refused_by_the_recipe(recipe, words):
     assert words in str(caught.value)
 
 
-def test_stages_and_shared_experts_name_the_library_and_ranks_that_do_not_fit_leave_no_folder(recipe, capsys):
+def test_stages_name_the_library_and_ranks_that_do_not_fit_leave_no_folder(recipe, capsys):
     other = recipe.with_name("other.toml")
-    other.write_text("[mesh]\nep = 2\npp = 2\n")
-    with pytest.raises(ConfigError, match=r"ep and pp: recipes share no experts.*write a script with shard"):
+    other.write_text("[mesh]\npp = 2\n")
+    with pytest.raises(ConfigError, match=r"pp: recipes have no pipelines; .*write a script with shard"):
         resolve(other)
     assert main(["train", str(recipe), "--mesh.replicate", "4", "--run.folder", str(recipe.parent / "no")])
     said = capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The engine of fine-tuning: a model of a folder, sharded as it is read; all of it trained, or adapters."""
 
 import logging
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from shardwright.finetune.objective import objective_of
 from shardwright.hf import library
 from shardwright.lora import add_lora
 from shardwright.ops.loss import loss_weights
-from shardwright.parallel import Mesh, context_parallel, tensor_parallel
+from shardwright.parallel import Mesh, context_parallel, expert_parallel, tensor_parallel
+from shardwright.parallel.experts import counts_in
 from shardwright.recipe.config import BaseConfig, Recipe
 from shardwright.recipe.named import named
 from shardwright.train.eager import RankEngine, policies_of
@@ -49,11 +51,15 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
 
 
 def adapted_model(recipe: Recipe, mesh: Mesh | None = None) -> Any:
-    """The model that is trained, on the meta device, with its adapters, and layers that ranks of ``mesh``
-    share. Raises: as ``hf.load`` and ``tensor_parallel``."""
+    """The model that is trained, on the meta device, with its adapters, and layers and experts that
+    ranks of ``mesh`` share. Raises: as ``hf.load``, ``tensor_parallel`` and ``expert_parallel``."""
     model = meta_model(recipe.base)
     if mesh is not None:
         tensor_parallel(model, mesh)
+        # Where ranks share no experts their tokens are counted, of those that can be.
+        with nullcontext() if mesh.ep else suppress(InputError):
+            if mesh.ep or not recipe.base.build:  # a list of experts would be stacked
+                expert_parallel(model, mesh)
     if recipe.adapter.rank:
         add_lora(model, recipe.adapter.policy(), torch.float32)
     if recipe.training.activation_checkpointing:
@@ -91,6 +97,7 @@ class TunedEngine(RankEngine):
     def __init__(self, recipe: Recipe, place: RankPlace, feed: Feed) -> None:
         super().__init__(recipe, place, build_model(recipe, place))
         self.feed, self.objective = feed, objective_of(recipe, self.model)
+        self._experts: list[Tensor] = []  # how many of a step's tokens, of this rank, each has got, by layer
         size = self.model.get_input_embeddings().num_embeddings
         largest = feed.largest_token
         if largest >= size:
@@ -144,15 +151,27 @@ class TunedEngine(RankEngine):
             loss = self._loss_sum(batch) * (share / max(1, counted))
             loss.backward()
             total += loss.detach()
+            counts = counts_in(self.model).values()
+            self._experts = [a + b for a, b in zip(self._experts, counts, strict=True)] if i else [*counts]
         return total * self.place.mesh.loss_group.size()  # others of the world have the same tokens
 
     def figures(self) -> dict[str, float]:
         """See ``RankEngine``."""
         count, sums = self.objective.step_sums()
-        if not sums:
+        num, *totals = self.place.total(count, *sums.values()) if sums else (0,)
+        means = {name: total / num for name, total in zip(sums, totals, strict=True)}
+        return means | self._balance()
+
+    def _balance(self) -> dict[str, float]:
+        """How evenly a step's tokens went to experts, in the layer that is worst at it."""
+        if not self._experts:
             return {}
-        num, *totals = self.place.total(count, *sums.values())
-        return {name: total / num for name, total in zip(sums, totals, strict=True)}
+        total = torch.tensor(self.place.total(*torch.cat(self._experts).tolist()))
+        layers = total.split([len(each) for each in self._experts])
+        return {
+            "experts/largest": max(float(each.max() / each.mean()) for each in layers),
+            "experts/idle": max(float((each == 0).sum()) for each in layers),
+        }
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         """Sum of the losses, fp32."""

@@ -351,14 +351,19 @@ class MeshConfig(Section):
         ge=1,
         description="ranks that share each sequence; divides the heads and training.sequence_length",
     )
+    ep: int = Field(
+        default=1,
+        ge=1,
+        description="of the ranks of dp and cp, those that share the experts of a model of [base]",
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _has_no_other_axis(cls, given: object) -> object:
-        if isinstance(given, dict) and (found := [key for key in ("ep", "pp") if key in given]):
+        if isinstance(given, dict) and "pp" in given:
             raise ValueError(
-                f"{' and '.join(found)}: recipes share no experts and have no pipelines; take dp, cp or tp, "
-                "or write a script with shardwright.mesh (docs/mesh.md, docs/experts.md)"
+                "pp: recipes have no pipelines; take dp, cp, tp or ep, or write a script with "
+                "shardwright.mesh (docs/mesh.md)"
             )
         return given
 
@@ -460,7 +465,7 @@ class Recipe(Section):
 
     def _unfit_for_mesh(self) -> list[str]:
         """What can't be trained as [mesh] says, with what to do instead."""
-        cp, tp, training, wrong = self.mesh.cp, self.mesh.tp, self.training, list[str]()
+        cp, training, sizes, wrong = self.mesh.cp, self.training, self.mesh.model_dump(), list[str]()
         if self.mesh == MeshConfig():
             return wrong
         if self.launch.backend != "eager":
@@ -473,8 +478,11 @@ class Recipe(Section):
                 f"evenly; set it to {-(-training.sequence_length // cp) * cp}"
             )
         if not self.base.folder:
-            if tp > 1:
-                wrong.append("mesh.tp: it is for a model of [base]; take dp or cp")
+            wrong += [
+                f"mesh.{key}: it is for a model of [base]; take dp or cp"
+                for key in ("tp", "ep")
+                if sizes[key] > 1
+            ]
             if self.model.num_heads % cp:
                 wrong.append(
                     f"mesh.cp: {cp} ranks can't share model.num_heads = {self.model.num_heads}; take a "
@@ -484,9 +492,11 @@ class Recipe(Section):
             wrong.append(
                 f"mesh.cp: training.loss = {training.loss!r} is made of whole sequences; leave cp out"
             )
-        if tp > 1 and self.base.quantise != "none":
-            wrong.append(
-                f"mesh.tp: ranks can't share layers of a base in {self.base.quantise}, whose codes are of "
-                "whole matrices; leave tp or base.quantise out"
-            )
+        if self.base.quantise != "none":
+            wrong += [
+                f"mesh.{key}: ranks can't share {what} of a base in {self.base.quantise}, whose codes are of "
+                f"whole matrices; leave {key} or base.quantise out"
+                for key, what in (("tp", "layers"), ("ep", "experts"))
+                if sizes[key] > 1
+            ]
         return wrong

@@ -259,9 +259,9 @@ class RankEngine(ABC):
         return Sizes(numel, int(at_rest), full_nbytes, int(peak), alone_s, known)
 
     def whole(self) -> tuple[int, int]:
-        """Elements and bytes of all parameters, of which ``stats`` counts those of this rank's layers."""
+        """Elements and bytes of all parameters, of which ``stats`` counts this rank's layers and experts."""
         measured = stats(self.model)
-        if self.place.mesh.tp is None:
+        if self.place.mesh.tp is None and self.place.mesh.ep is None:
             return measured.param_numel, measured.full_nbytes
         params = list(self.model.parameters())
         return sum(p.numel() for p in params), sum(p.numel() * p.itemsize for p in params)
