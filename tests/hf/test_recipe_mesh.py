@@ -148,9 +148,7 @@ def test_layers_are_shared_beside_sequences_and_copies_and_with_adapters(
 
 @pytest.mark.parametrize(("key", "what"), [("tp", "layers"), ("ep", "experts")])
 def test_a_base_in_codes_is_not_shared(place, tmp_path, key, what):
-    with pytest.raises(
-        ValueError, match=rf"mesh.{key}: ranks can't share {what} of a base in nf4.*leave {key}"
-    ):
+    with pytest.raises(ValueError, match=rf"mesh.{key}: ranks can't share {what} of a base in nf4"):
         recipe_of(place, tmp_path / "run", mesh={key: 2})
 
 

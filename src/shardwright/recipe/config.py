@@ -333,7 +333,7 @@ class LaunchConfig(Section):
 
 
 class MeshConfig(Section):
-    """What ranks share besides parameters: ranks = replicate x dp x cp x tp (see ``shardwright.mesh``)."""
+    """What ranks share besides parameters: ranks = pp x replicate x dp x cp x tp (``shardwright.mesh``)."""
 
     dp: int = Field(
         default=0,
@@ -356,16 +356,13 @@ class MeshConfig(Section):
         ge=1,
         description="of the ranks of dp and cp, those that share the experts of a model of [base]",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_other_axis(cls, given: object) -> object:
-        if isinstance(given, dict) and "pp" in given:
-            raise ValueError(
-                "pp: recipes have no pipelines; take dp, cp, tp or ep, or write a script with "
-                "shardwright.mesh (docs/mesh.md)"
-            )
-        return given
+    pp: int = Field(
+        default=1, ge=1, description="stages of a pipeline, which share the layers by their order"
+    )
+    pp_schedule: Literal["1F1B", "GPipe"] = Field(
+        default="1F1B",
+        description="order in which stages compute the training.accumulation microbatches of a step",
+    )
 
 
 class ScheduleConfig(keys_of(SchedulePolicy)):
@@ -499,4 +496,31 @@ class Recipe(Section):
                 for key, what in (("tp", "layers"), ("ep", "experts"))
                 if sizes[key] > 1
             ]
+        if self.mesh.pp > 1:
+            wrong += self._unfit_for_stages(self.mesh.pp)
+        return wrong
+
+    def _unfit_for_stages(self, pp: int) -> list[str]:
+        training, model, wrong = self.training, self.model, list[str]()
+        if self.base.folder:
+            wrong.append("mesh.pp: it is for the model of [model]; take dp, cp, tp or ep")
+        if training.accumulation < pp:
+            wrong.append(
+                f"mesh.pp: {pp} stages need as many microbatches or more, got training.accumulation = "
+                f"{training.accumulation}; set it to {pp}, and training.batch_size to less"
+            )
+        if training.loss != "cross-entropy" or self.adapter.rank:
+            wrong.append(
+                f"mesh.pp: stages train all of a model by cross-entropy, got training.loss = "
+                f"{training.loss!r}, adapter.rank = {self.adapter.rank}; leave these or pp out"
+            )
+        if self.mesh.ep > 1:
+            wrong.append(
+                f"mesh.pp: stages share no experts, got mesh.ep = {self.mesh.ep}; take one of the two"
+            )
+        if not self.base.folder and (model.num_layers < pp or model.tied_embedding):
+            wrong.append(
+                f"mesh.pp: {pp} stages need a block each, and a head besides the embedding, got "
+                f"model.num_layers = {model.num_layers}, model.tied_embedding = {model.tied_embedding}"
+            )
         return wrong
