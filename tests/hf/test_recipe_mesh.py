@@ -11,9 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import shardwright
 from shardwright.errors import InputError
+from shardwright.finetune.stages import cut_model
 from shardwright.recipe.inputs import check_inputs
 from shardwright.train.folder import RunFolder
+from tests.hf import models
 from tests.hf.models import EXPERTS, SIZES
 from tests.hf.test_finetune import losses, recipe_of, tune
 from tests.hf.test_finetune import place as place  # a fixture
@@ -42,7 +45,7 @@ def bases(place):
 
 def trained(place, folder, world, sections, resume=False, steps=10**6, **mesh):
     """Losses by steps, held-out losses, and the exported model, of a run of twelve sequences a step."""
-    num_samples = world // (mesh.get("cp", 1) * mesh.get("tp", 1))
+    num_samples = world // (mesh.get("cp", 1) * mesh.get("tp", 1) * mesh.get("pp", 1))
     each = 12 // num_samples
     times = 2 - each % 2
     training = {"batch_size": each // times, "accumulation": times, **sections.get("training", {})}
@@ -172,3 +175,44 @@ def test_experts_are_shared_and_the_balance_of_their_tokens_is_logged(
         assert found == pytest.approx(expected, rel=1e-3), key
     one, parts = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "parts"))
     assert [parts[key] for key in ("parameters", "full_nbytes")] == [one["parameters"], one["full_nbytes"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "mesh"),
+    [
+        ("qwen3", 2, {"pp": 2}),
+        ("qwen3", 4, {"pp": 2, "pp_schedule": "GPipe"}),
+        ("mixtral", 4, {"pp": 2, "cp": 2}),
+        ("qwen3", 4, {"pp": 2, "tp": 2}),
+    ],
+    ids=str,
+)
+def test_stages_train_as_one_process_and_export_the_whole_model(place, bases, tmp_path, kind, world, mesh):
+    sections = {"base": {"quantise": "none", "folder": str(bases[kind])}, "adapter": {"rank": 0}}
+    assert_goes_on_elsewhere(place, tmp_path, world, sections, mesh)
+    one, parts = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "parts"))
+    assert [parts[key] for key in ("parameters", "full_nbytes")] == [one["parameters"], one["full_nbytes"]]
+    assert parts["at_rest_nbytes"] < one["at_rest_nbytes"]
+    assert losses(tmp_path / "parts", "grad_norm") == pytest.approx(
+        losses(tmp_path / "one", "grad_norm"), rel=1e-3
+    )
+
+
+def refuses_to_cut(rank, world):
+    mesh = shardwright.mesh(pp=2)
+    for config, words in (
+        (models.config("gpt2"), "GPT2LMHeadModel has no plan of stages"),
+        (models.config("gemma"), r"lm_head.weight of GemmaForCausalLM is the embedding's weight"),
+        (transformers.GraniteConfig(**SIZES, embedding_multiplier=2.0), "changes hidden states"),
+        (transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 1}), "has 1 blocks; 1 to 1 would fit"),
+    ):
+        with torch.device("meta"):
+            model, other = (transformers.AutoModelForCausalLM.from_config(config) for _ in range(2))
+        before = [*model.state_dict()]
+        with pytest.raises(InputError, match=words):
+            cut_model(model, other, mesh)
+        assert [*model.state_dict()] == before
+
+
+def test_models_that_can_not_be_cut_into_stages_are_refused_and_left_alone():
+    run_ranks(2, refuses_to_cut)

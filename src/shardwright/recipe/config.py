@@ -502,18 +502,13 @@ class Recipe(Section):
 
     def _unfit_for_stages(self, pp: int) -> list[str]:
         training, model, wrong = self.training, self.model, list[str]()
-        if self.base.folder:
-            wrong.append("mesh.pp: it is for the model of [model]; take dp, cp, tp or ep")
         if training.accumulation < pp:
             wrong.append(
                 f"mesh.pp: {pp} stages need as many microbatches or more, got training.accumulation = "
                 f"{training.accumulation}; set it to {pp}, and training.batch_size to less"
             )
-        if training.loss != "cross-entropy" or self.adapter.rank:
-            wrong.append(
-                f"mesh.pp: stages train all of a model by cross-entropy, got training.loss = "
-                f"{training.loss!r}, adapter.rank = {self.adapter.rank}; leave these or pp out"
-            )
+        if self.adapter.rank:
+            wrong.append("mesh.pp: stages train all of a model; leave adapter.rank or pp out")
         if self.mesh.ep > 1:
             wrong.append(
                 f"mesh.pp: stages share no experts, got mesh.ep = {self.mesh.ep}; take one of the two"
