@@ -97,11 +97,11 @@ def test_a_run_whose_ranks_shared_layers_goes_on_without_and_back(place, tmp_pat
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        ({"cp": 4}, "mesh.cp = 4: 2 heads of .*llama can't be shared evenly; 1 or 2 would"),
-        ({"tp": 4}, "mesh.tp = 4: 2 heads"),
+        ({"cp": 4}, "mesh: cp=4 doesn't divide 2 heads of .*llama: 1 or 2 would"),
+        ({"tp": 4}, "mesh: tp=4 doesn't divide 2 heads of .*llama: 1 or 2 would"),
         (
             {"tp": 2, "cp": 2},
-            "mesh.cp = 2: 1 heads of each of tp = 2 ranks of .* can't be shared evenly; 1 would",
+            "mesh: cp=2 doesn't divide 1 heads of each of tp=2 ranks of .*llama: 1 would",
         ),
     ],
 )

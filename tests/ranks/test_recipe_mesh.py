@@ -9,8 +9,7 @@ from shardwright.cli import main
 from shardwright.errors import ConfigError
 from shardwright.recipe.resolve import resolve
 from tests.ranks.pool import run_ranks
-from tests.ranks.test_resume import train
-from tests.ranks.test_train import RECIPE
+from tests.ranks.test_resume import tiny_recipe, train
 
 EXACT = {"rel": 2e-6}  # losses are of fp32, summed in another order
 
@@ -18,14 +17,8 @@ EXACT = {"rel": 2e-6}  # losses are of fp32, summed in another order
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """Six steps of four sequences; their number per rank follows from the mesh."""
-    folder = tmp_path_factory.mktemp("mesh")
-    (folder / "text").mkdir()
-    for name in "ab":
-        (folder / "text" / f"{name}.py").write_text("".join(f"{name}_{i} = {i}\n" for i in range(200)))
-    text = RECIPE.format(text="text").replace("every = 15", "every = 3\nkeep = 3")
-    text = text.replace("dropout = 0.1", "").replace("num_bytes = 20", "num_bytes = 1")
-    (folder / "tiny.toml").write_text(text.replace("steps = 40", "steps = 6").replace("[launch]", MESH))
-    return folder / "tiny.toml"
+    changes = {"every = 15": "every = 3\nkeep = 3", "dropout = 0.1": "", "[launch]": MESH}
+    return tiny_recipe(tmp_path_factory.mktemp("mesh"), changes)
 
 
 MESH = """
@@ -103,10 +96,22 @@ def test_what_a_mesh_can_not_share_is_refused_by_the_recipe(recipe, words):
     assert words in str(caught.value)
 
 
-def test_ranks_that_do_not_fit_leave_no_folder(recipe, capsys):
-    assert main(["train", str(recipe), "--mesh.replicate", "4", "--run.folder", str(recipe.parent / "no")])
-    said = capsys.readouterr().err
-    assert "mesh: replicate=4 needs a multiple of 4 ranks, but the world has 2" in said
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            {"replicate": 4},
+            "mesh: replicate=4 needs a multiple of 4 ranks, but the world has 2: ",
+        ),
+        ({"dp": 3}, "mesh: dp=3 is 3 ranks, but the world has 2: start 3 ranks, or leave dp out"),
+    ],
+    ids=str,
+)
+def test_ranks_that_do_not_fit_are_not_started(recipe, capsys, monkeypatch, sizes, words):
+    monkeypatch.setattr("shardwright.cli.train.launch", lambda *_: pytest.fail("ranks were started"))
+    given = [part for key, size in sizes.items() for part in (f"--mesh.{key}", str(size))]
+    assert main(["train", str(recipe), *given, "--run.folder", str(recipe.parent / "no")])
+    assert words in capsys.readouterr().err
     assert not (recipe.parent / "no").exists()
 
 

@@ -5,7 +5,7 @@ file, the command line (``--training.steps 50``). There is no hidden file, and n
 a value. How the three are merged and checked is in :mod:`shardwright.recipe.resolve`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from shardwright.extras import from_extra
 from shardwright.policy import Lora, Offload, SchedulePolicy, WatchPolicy
@@ -364,6 +364,10 @@ class MeshConfig(Section):
         description="order in which stages compute the training.accumulation microbatches of a step",
     )
 
+    def sizes(self) -> dict[str, Any]:
+        """The arguments of ``shardwright.mesh``."""
+        return self.model_dump(exclude={"pp_schedule"}) | {"dp": self.dp or -1}
+
 
 class ScheduleConfig(keys_of(SchedulePolicy)):
     """When collectives are issued: see ``SchedulePolicy``. It changes times and memory, never a number."""
@@ -462,7 +466,7 @@ class Recipe(Section):
 
     def _unfit_for_mesh(self) -> list[str]:
         """What can't be trained as [mesh] says, with what to do instead."""
-        cp, training, sizes, wrong = self.mesh.cp, self.training, self.mesh.model_dump(), list[str]()
+        cp, training, sizes, wrong = self.mesh.cp, self.training, self.mesh.sizes(), list[str]()
         if self.mesh == MeshConfig():
             return wrong
         if self.launch.backend != "eager":

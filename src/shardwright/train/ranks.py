@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -188,8 +187,7 @@ def mesh_of(config: MeshConfig, device_type: str) -> Mesh:
 
     Raises: InputError where its sizes don't make up the ranks that there are.
     """
-    sizes: dict[str, Any] = config.model_dump(exclude={"pp_schedule"}) | {"dp": config.dp or -1}
-    return mesh(**sizes, device_type=device_type)
+    return mesh(**config.sizes(), device_type=device_type)
 
 
 @contextmanager
