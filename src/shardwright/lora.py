@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional as F
 
 from shardwright.checkpoint.agree import ranks
@@ -139,8 +139,8 @@ Adapters = Mapping[str, LoraLinear | LoraStacked]
 def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> list[str]:
     """Freeze a model and give what ``lora`` names an adapter, in place: each ``nn.Linear`` and 3-D parameter.
 
-    Call it before ``fully_shard``, and before or after ``quantize_``. A is drawn as ``nn.Linear`` is, B is
-    zeros: at first nothing changes.
+    Call it before ``fully_shard``, before or after ``quantize_``, and after ``tensor_parallel``. A is drawn
+    as ``nn.Linear`` is, B is zeros: at first nothing changes.
 
     Args:
         model: a model that isn't sharded, on the meta device or any.
@@ -151,8 +151,9 @@ def add_lora(model: nn.Module, lora: Lora, dtype: torch.dtype | None = None) -> 
         The names of the layers with an adapter, and of the 3-D parameters.
 
     Raises:
-        InputError: a target matches nothing, or the model is sharded; 3-D parameters with dropout or DoRA, or
-            of a module around another layer with an adapter (peft has neither). Nothing is changed then.
+        InputError: a target matches nothing, or the model is sharded; 3-D parameters that ranks share, with
+            dropout or DoRA, or of a module around another layer with an adapter (peft has neither). Nothing
+            is changed then.
 
     Examples:
         >>> from shardwright.lora import Lora, add_lora
@@ -310,6 +311,8 @@ def _set_magnitudes(model: nn.Module, names: Sequence[str]) -> None:
             vector = parameters_of(modules[name])[_MAGNITUDE]
             assert vector is not None
             if isinstance(vector, DTensor):
+                if isinstance(full, DTensor):  # of a layer that ranks share
+                    full = full.full_tensor()
                 full = distribute_tensor(full, vector.device_mesh, vector.placements, src_data_rank=None)
                 vector.to_local().copy_(full.to_local())
             else:
@@ -517,7 +520,11 @@ def _lengths(layer: LoraLinear) -> torch.Tensor:
     """Return the lengths of that sum's rows, float32 [out]; constants to the gradient."""
     with torch.no_grad():
         a, b = layer.lora_A.weight, layer.lora_B.weight
-        return _sum(layer.weight, a, b, layer.lora.scaling).norm(dim=1)
+        lengths = _sum(layer.weight, a, b, layer.lora.scaling).norm(dim=1)
+        if isinstance(lengths, DTensor):  # of columns that ranks share each has a part
+            whole = [Replicate() if each.is_partial() else each for each in lengths.placements]
+            return lengths.redistribute(placements=whole)
+        return lengths
 
 
 def _chosen(model: nn.Module, lora: Lora) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -541,6 +548,11 @@ def _chosen(model: nn.Module, lora: Lora) -> tuple[dict[str, Any], dict[str, lis
     for name in (name for name in stacked if name in found):
         path, _, own = name.rpartition(".")
         chosen.setdefault(path, []).append(own)
+        if isinstance(parameters_of(model.get_submodule(path))[own], DTensor):
+            raise InputError(
+                f"{name!r} is shared by ranks (expert_parallel), and its adapter would be whole: leave it "
+                "out of Lora.targets, or take ep=1"
+            )
         if lora.dropout or lora.dora:
             raise InputError(
                 f"{name!r} is a 3-D parameter, whose adapters have no dropout and no DoRA (as in peft): set "
@@ -625,8 +637,18 @@ def _adapt(layer: Any, lora: Lora, dtype: torch.dtype | None) -> None:
     layer.lora = lora
     _give(layer, layer.in_features, layer.out_features, lora.rank, options)
     become(layer, LoraLinear)
+    if isinstance(layer.weight, DTensor):
+        _place_beside(layer.weight, layer)
     if lora.dora:
         layer.lora_magnitude_vector = nn.Parameter(_lengths(layer).to(options["dtype"]))
+
+
+def _place_beside(weight: DTensor, layer: LoraLinear) -> None:
+    """Cut A and B as tensor parallelism has cut the weight: B by its rows, or A by its columns."""
+    for part, cut in ((layer.lora_A, 1), (layer.lora_B, 0)):
+        where = [each if each.is_shard(cut) else Replicate() for each in weight.placements]
+        whole = distribute_tensor(part.weight.detach(), weight.device_mesh, where, src_data_rank=None)
+        part.weight = nn.Parameter(whole)
 
 
 def _adapt_stacked(module: nn.Module, names: Sequence[str], lora: Lora, dtype: torch.dtype | None) -> None:

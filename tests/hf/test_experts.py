@@ -22,6 +22,7 @@ from shardwright import (
     fully_shard,
 )
 from shardwright.errors import InputError
+from shardwright.lora import Lora, add_lora
 from shardwright.optim import hidden_matrices
 from shardwright.parallel import mean_over_tokens, shift_labels, tokens_per_expert
 from tests.hf import models
@@ -186,6 +187,8 @@ def refuses(rank, world):
     model = expert_parallel(build("mixtral"), mesh)
     with pytest.raises(InputError, match="is expert-parallel already"):
         expert_parallel(model, mesh)
+    with pytest.raises(InputError, match=r"gate_up_proj' is shared by ranks \(expert_parallel\).*take ep=1"):
+        add_lora(model, Lora(targets=("gate_up_proj",)))
     with pytest.raises(InputError, match="is sharded already; call expert_parallel before fully_shard"):
         expert_parallel(fully_shard(build("mixtral")), mesh)
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import shardwright
 from shardwright import fully_shard
 from shardwright.errors import InputError
+from shardwright.lora import Lora, add_lora
 from shardwright.parallel import tensor_parallel
 from tests.hf.test_context import build
 from tests.ranks.models import Run, both_step
@@ -44,10 +45,13 @@ def refuses(rank, world):
         ("mixtral", "its plan has .*experts"),
         ("gpt2", "has no plan"),
         ("llama", "sharded already"),
+        ("qwen3", "q_proj has an adapter already; call tensor_parallel before add_lora"),
     ):
         model = build(kind)
         if kind == "llama":
             fully_shard(model, mesh=mesh.shard)
+        if kind == "qwen3":
+            add_lora(model, Lora())
         before = {name: type(param) for name, param in model.named_parameters()}
         with pytest.raises(InputError, match=words):
             tensor_parallel(model, mesh)

@@ -63,6 +63,7 @@ FLOORS = {
     "columns": 0,
     "torch_fsdp": 1,
     "torch_private": 0,
+    "mesh_sizes": 1,
     "options": 0,
     "errors": -1,
 }

@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from safetensors.torch import load_file
 
 from shardwright.cli import main
 from shardwright.errors import ConfigError
 from shardwright.recipe.resolve import resolve
 from tests.ranks.pool import run_ranks
-from tests.ranks.test_resume import train
-from tests.ranks.test_train import RECIPE
+from tests.ranks.test_resume import tiny_recipe, train
 
 EXACT = {"rel": 2e-6}  # losses are of fp32, summed in another order
 
@@ -17,14 +17,8 @@ EXACT = {"rel": 2e-6}  # losses are of fp32, summed in another order
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """Six steps of four sequences; their number per rank follows from the mesh."""
-    folder = tmp_path_factory.mktemp("mesh")
-    (folder / "text").mkdir()
-    for name in "ab":
-        (folder / "text" / f"{name}.py").write_text("".join(f"{name}_{i} = {i}\n" for i in range(200)))
-    text = RECIPE.format(text="text").replace("every = 15", "every = 3\nkeep = 3")
-    text = text.replace("dropout = 0.1", "").replace("num_bytes = 20", "num_bytes = 1")
-    (folder / "tiny.toml").write_text(text.replace("steps = 40", "steps = 6").replace("[launch]", MESH))
-    return folder / "tiny.toml"
+    changes = {"every = 15": "every = 3\nkeep = 3", "dropout = 0.1": "", "[launch]": MESH}
+    return tiny_recipe(tmp_path_factory.mktemp("mesh"), changes)
 
 
 MESH = """
@@ -38,6 +32,10 @@ def losses(recipe, world, folder, *jobs):
     told = run_ranks(world, train, str(recipe), [({"run.folder": folder, **job}, {}) for job in jobs])[0]
     lines = (recipe.parent / folder / "metrics.jsonl").read_text().splitlines()
     return [row.get("loss", row.get("heldout_loss")) for row in map(json.loads, lines)], told
+
+
+def summary(recipe, folder):
+    return json.loads((recipe.parent / folder / "summary.json").read_text())
 
 
 def of(cp=1, replicate=1, samples=1, **more):
@@ -66,39 +64,75 @@ def test_ranks_that_share_sequences_or_hold_copies_train_as_those_that_do_not(re
 
 def test_a_run_goes_on_on_another_mesh_and_back(recipe):
     """The options ask for the same batch_size, so that it is the global batch which is kept."""
-    more = {"optimizer.schedule": "constant", "run.resume": "auto"}
-    expected, _ = losses(recipe, 2, "straight", of(cp=2, **more))
-    parts = [of(cp, **more, **{"training.steps": steps}) for cp, steps in ((2, 2), (1, 4), (2, 6))]
-    found, told = losses(recipe, 2, "parts", *parts)
-    assert ["goes on after step" in each for each in told] == [False, True, True]
-    assert [*found[:2], *found[3:5], *found[6:]] == pytest.approx(expected, **EXACT)
+    more = {"optimizer.schedule": "constant", "run.resume": "auto", "training.accumulation": 2}
+    expected, _ = losses(recipe, 2, "straight", of(cp=2, samples=2, **more))
+    for folder, axis in (("sequences", {"mesh.cp": 2}), ("stages", {"mesh.pp": 2})):
+        turns = ((axis, 2), ({}, 4), (axis, 6))
+        parts = [of(samples=2, **more, **sizes, **{"training.steps": steps}) for sizes, steps in turns]
+        found, told = losses(recipe, 2, folder, *parts)
+        assert ["goes on after step" in each for each in told] == [False, True, True]
+        assert [*found[:2], *found[3:5], *found[6:]] == pytest.approx(expected, **EXACT), folder
 
 
 WRONG = {
     "mesh.cp: 3 ranks can't share training.sequence_length = 16 evenly; set it to 18": {"cp": 3},
     "mesh.cp: 4 ranks can't share model.num_heads = 2; take a divisor": {"cp": 4},
     "mesh.tp: it is for a model of [base]; take dp or cp": {"tp": 2},
+    "mesh.ep: it is for a model of [base]; take dp or cp": {"ep": 2},
     'mesh: ranks share more than parameters on "eager" only': {"cp": 2, "backend": "xla"},
     "mesh: a plan says how parameters are shared": {"replicate": 2, "plan": "plan.toml"},
     "mesh.dp (command line): got -1": {"dp": -1},
+    "mesh.pp: 2 stages need as many microbatches or more, got training.accumulation = 1": {"pp": 2},
+    "mesh.pp: 3 stages need a block each, and a head": {"pp": 3, "accumulation": 3},
 }
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_what_a_mesh_can_not_share_is_refused_by_the_recipe(recipe, words):
-    sections = {"backend": "launch", "plan": "training"}
+    sections = {"backend": "launch", "plan": "training", "accumulation": "training"}
     given = [(f"{sections.get(key, 'mesh')}.{key}", str(value)) for key, value in WRONG[words].items()]
     with pytest.raises(ConfigError) as caught:
         resolve(recipe, given)
     assert words in str(caught.value)
 
 
-def test_stages_and_shared_experts_name_the_library_and_ranks_that_do_not_fit_leave_no_folder(recipe, capsys):
-    other = recipe.with_name("other.toml")
-    other.write_text("[mesh]\nep = 2\npp = 2\n")
-    with pytest.raises(ConfigError, match=r"ep and pp: recipes share no experts.*write a script with shard"):
-        resolve(other)
-    assert main(["train", str(recipe), "--mesh.replicate", "4", "--run.folder", str(recipe.parent / "no")])
-    said = capsys.readouterr().err
-    assert "mesh: replicate=4 needs a multiple of 4 ranks, but the world has 2" in said
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            {"replicate": 4},
+            "mesh: replicate=4 needs a multiple of 4 ranks, but the world has 2: ",
+        ),
+        ({"dp": 3}, "mesh: dp=3 is 3 ranks, but the world has 2: start 3 ranks, or leave dp out"),
+    ],
+    ids=str,
+)
+def test_ranks_that_do_not_fit_are_not_started(recipe, capsys, monkeypatch, sizes, words):
+    monkeypatch.setattr("shardwright.cli.train.launch", lambda *_: pytest.fail("ranks were started"))
+    given = [part for key, size in sizes.items() for part in (f"--mesh.{key}", str(size))]
+    assert main(["train", str(recipe), *given, "--run.folder", str(recipe.parent / "no")])
+    assert words in capsys.readouterr().err
     assert not (recipe.parent / "no").exists()
+
+
+STAGES = {"mesh.pp": 2, "training.accumulation": 2}
+
+
+def test_stages_train_as_one_process_and_their_model_is_whole(recipe):
+    expected, _ = losses(recipe, 1, "one", of(**{"training.batch_size": 2, "training.accumulation": 2}))
+    one = (load_file(recipe.parent / "one" / "model.safetensors"), summary(recipe, "one"))
+    for world, folder, options in [
+        (2, "stages", of(**STAGES, **{"training.batch_size": 2})),
+        (2, "filled", of(**STAGES, **{"training.batch_size": 2, "mesh.pp_schedule": "GPipe"})),
+        (4, "beside dp", of(**STAGES, **{"training.batch_size": 1})),
+        (4, "beside cp", of(cp=2, **STAGES, **{"training.batch_size": 2})),
+    ]:
+        found, _ = losses(recipe, world, folder, options)
+        assert found == pytest.approx(expected, **EXACT), folder
+        tensors, told = load_file(recipe.parent / folder / "model.safetensors"), summary(recipe, folder)
+        assert tensors.keys() == one[0].keys()
+        for name, tensor in tensors.items():
+            assert (tensor - one[0][name]).abs().max() < 1e-5, name
+        for key in ("parameters", "full_nbytes", "sample"):
+            assert told[key] == one[1][key], key
+        assert told["at_rest_nbytes"] < one[1]["at_rest_nbytes"]

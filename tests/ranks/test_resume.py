@@ -27,16 +27,23 @@ from tests.ranks.test_train import LIMIT_S, RECIPE, place, ranks_of, rows, run, 
 __all__ = ["place"]  # a fixture
 
 
+def tiny_recipe(folder, changes):
+    """A recipe of six steps on two small files, with parts of its text replaced."""
+    (folder / "text").mkdir()
+    for name in "ab":
+        (folder / "text" / f"{name}.py").write_text("".join(f"{name}_{i} = {i}\n" for i in range(200)))
+    text = RECIPE.format(text="text")
+    for old, new in ({"steps = 40": "steps = 6", "num_bytes = 20": "num_bytes = 1"} | changes).items():
+        text = text.replace(old, new)
+    (folder / "tiny.toml").write_text(text)
+    return folder / "tiny.toml"
+
+
 @pytest.fixture(scope="module")
 def place_of_run(tmp_path_factory):
     """A folder with a recipe that saves each second step and keeps three, and its run of six steps."""
     folder = tmp_path_factory.mktemp("resume")
-    (folder / "text").mkdir()
-    for name in "ab":
-        (folder / "text" / f"{name}.py").write_text("".join(f"{name}_{i} = {i}\n" for i in range(200)))
-    text = RECIPE.format(text="text").replace("every = 15", "every = 2\nkeep = 3")
-    text = text.replace("every = 20", "every = 100").replace("num_bytes = 20", "num_bytes = 1")
-    (folder / "tiny.toml").write_text(text.replace("steps = 40", "steps = 6"))
+    tiny_recipe(folder, {"every = 15": "every = 2\nkeep = 3", "every = 20": "every = 100"})
     (told,) = run_ranks(2, train, str(folder / "tiny.toml"), [({"run.resume": "auto"}, {})])[0]
     assert "goes on" not in told
     return folder

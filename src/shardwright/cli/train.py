@@ -3,6 +3,7 @@
 import argparse
 from importlib import import_module
 
+from shardwright.mesh_sizes import fill
 from shardwright.train.launch import launch, xla_environment
 from shardwright.train.pretrain import Pretraining
 from shardwright.train.ranks import ranks_to_start
@@ -21,5 +22,7 @@ def run(known: argparse.Namespace) -> int:
     elif config.backend == "xla":
         launch(known.given, 1, xla_environment(config.ranks))
     else:
-        launch(known.given, ranks_to_start(config))
+        ranks = ranks_to_start(config)
+        fill(resolved.recipe.mesh.sizes(), ranks)  # else each rank would find out
+        launch(known.given, ranks)
     return 0

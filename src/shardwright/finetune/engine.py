@@ -1,7 +1,10 @@
 """The engine of fine-tuning: a model of a folder, sharded as it is read; all of it trained, or adapters."""
 
 import logging
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +14,24 @@ from torch.nn import functional as F
 
 from shardwright import hf
 from shardwright.data.feed import Feed
+from shardwright.data.text import to_device
 from shardwright.data.windows import IGNORED, Batch
 from shardwright.errors import InputError
 from shardwright.finetune.apart import keeps_apart
 from shardwright.finetune.generate import Wanted, generate, tokens_of
 from shardwright.finetune.objective import objective_of
+from shardwright.finetune.stages import cut_model, filled, run_as_stage
 from shardwright.hf import library
 from shardwright.lora import add_lora
 from shardwright.ops.loss import loss_weights
-from shardwright.parallel import Mesh, context_parallel, tensor_parallel
+from shardwright.parallel import Mesh, context_parallel, expert_parallel, tensor_parallel
+from shardwright.parallel.experts import counts_in
 from shardwright.recipe.config import BaseConfig, Recipe
 from shardwright.recipe.named import named
-from shardwright.train.eager import RankEngine, policies_of
+from shardwright.train.eager import RankEngine, policies_of, precision_of
 from shardwright.train.flops import flops_per_token
 from shardwright.train.ranks import RankPlace
+from shardwright.train.stages import Pipeline
 from shardwright.transport.mesh import set_transport
 
 DTYPES = {"files": None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,7 +47,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     """
     base = recipe.base
     set_transport(recipe.schedule.transport)
-    model = tensor_parallel(adapted_model(recipe), place.mesh)
+    model = adapted_model(recipe, place.mesh)
     hf.shard(model, mesh=place.mesh.shard, **policies_of(recipe))
     model.set_schedule_policy(recipe.schedule.policy())
     quantise = None if base.quantise == "none" else base.quantise
@@ -48,9 +55,18 @@ def build_model(recipe: Recipe, place: RankPlace) -> Any:
     return model.train()
 
 
-def adapted_model(recipe: Recipe) -> Any:
-    """The model that is trained, on the meta device, with its adapters. Raises: as ``hf.load``."""
+def adapted_model(recipe: Recipe, mesh: Mesh | None = None) -> Any:
+    """The model that is trained, on the meta device, with its adapters, and layers and experts that
+    ranks of ``mesh`` share, or a stage of it. Raises: as ``hf.load``, ``tensor_parallel``,
+    ``expert_parallel`` and ``cut_model``."""
     model = meta_model(recipe.base)
+    if mesh is not None:
+        tensor_parallel(model, mesh)
+        cut_model(model, meta_model(recipe.base) if mesh.pp else None, mesh)
+        # Where ranks share no experts their tokens are counted, of those that can be.
+        with nullcontext() if mesh.ep else suppress(InputError):
+            if mesh.ep or not recipe.base.build:  # a list of experts would be stacked
+                expert_parallel(model, mesh)
     if recipe.adapter.rank:
         add_lora(model, recipe.adapter.policy(), torch.float32)
     if recipe.training.activation_checkpointing:
@@ -87,30 +103,62 @@ class TunedEngine(RankEngine):
 
     def __init__(self, recipe: Recipe, place: RankPlace, feed: Feed) -> None:
         super().__init__(recipe, place, build_model(recipe, place))
-        self.feed, self.objective = feed, objective_of(recipe, self.model)
-        size = self.model.get_input_embeddings().num_embeddings
+        self.feed, mesh = feed, place.mesh
+        self._experts: list[Tensor] = []  # how many of a step's tokens, of this rank, each has got, by layer
+        self._outline = self.model if mesh.pp is None else meta_model(recipe.base)
+        size = self._outline.get_input_embeddings().num_embeddings
         largest = feed.largest_token
         if largest >= size:
             raise InputError(
                 f"{recipe.base.folder}: its tokenizer makes token {largest}, its embedding has {size} rows; "
                 "the tokenizer is another model's"
             )
-        self.keeps_apart = keeps_apart(self.model, place.device)
-        if place.mesh.cp is not None and not self.keeps_apart:
-            raise InputError(
-                f"mesh.cp = {place.mesh.cp.size()}: {type(self.model).__name__} has no position_ids, or a "
-                "state or attention that goes past where they begin again, so a sequence can't be cut; "
-                "leave cp out"
-            )
+        self._pipeline: Pipeline | None = None
+        if mesh.pp is None:
+            self.objective = objective_of(recipe, self.model)
+            self.keeps_apart = keeps_apart(self.model, size, place.device)
+        else:
+            self.objective = run_as_stage(self.model, mesh, partial(objective_of, recipe, self.model))
+            self._pipeline = self._as_pipeline()
+            apart = keeps_apart(self.model, size, place.device, self._of_stage)
+            self.keeps_apart = not place.largest(not apart)[0]
+        for key, axis in (("cp", mesh.cp), ("pp", mesh.pp)):
+            if axis is not None and not self.keeps_apart:
+                raise InputError(
+                    f"mesh.{key} = {axis.size()}: {type(self.model).__name__} has no position_ids, or a "
+                    "state or attention that goes past where they begin again, so a sequence can't be cut or "
+                    f"filled up; leave {key} out"
+                )
         context_parallel(self.model, place.mesh)
         if not self.keeps_apart and any(source.kind == "text" for source in feed.sources):
             name = type(self.model).__name__
             _log.warning("%s: files of text that share a sequence see each other in this model", name)
 
+    def _as_pipeline(self) -> Pipeline:
+        recipe, mesh = self.recipe, self.place.mesh
+        shape, dtype = self._shape(), precision_of(recipe).param_dtype or self._outline.dtype
+        tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
+        hidden = torch.zeros(*shape, self.model.config.hidden_size, dtype=dtype, device="meta")
+        how = recipe.mesh.pp_schedule, recipe.training.accumulation
+        tensors = tokens, hidden, torch.zeros(1, device="meta")
+        return Pipeline(self.model, mesh, how, tensors, lambda loss, _: loss.sum(), self.place.device)
+
+    def _shape(self) -> tuple[int, int]:
+        """Of what a stage is given at once, on this rank."""
+        training, cp = self.recipe.training, self.place.mesh.cp
+        return training.batch_size, training.sequence_length // (1 if cp is None else cp.size())
+
+    def _of_stage(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """What this rank's stage makes of tokens, or of hidden states that are different for each token."""
+        if self._pipeline is not None and not self._pipeline.is_first:
+            width = torch.arange(1, 1 + self.model.config.hidden_size, device=ids.device)
+            ids = torch.sin(ids.unsqueeze(-1) * width).to(self._outline.dtype)
+        return self.model(ids, position_ids=positions)
+
     @property
     def flops_per_token(self) -> float:
         """See ``Engine``; a packed sequence counts as one text."""
-        model, config = self.model, self.model.config
+        model, config = self._outline, self.model.config
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
         unread = [table] if head is None or head.weight is not table else []
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -134,6 +182,10 @@ class TunedEngine(RankEngine):
             batches = [own_part(self.feed.train.batch(each), self.place.mesh) for each in numbers]
         counts = [self.objective.count(batch) for batch in batches]
         shares = loss_weights(self.model, counts)
+        if self._pipeline is not None:
+            scale = sum(shares) / max(1, sum(counts))
+            whole = self._losses_of_stages(self._pipeline, batches, len(batches[0].inputs), scale)
+            return whole * self.place.mesh.loss_group.size() * self._pipeline.stages
         self.objective.begin_step()
         total = torch.zeros((), device=self.place.device)
         for i, (batch, counted, share) in enumerate(zip(batches, counts, shares, strict=True)):
@@ -141,15 +193,35 @@ class TunedEngine(RankEngine):
             loss = self._loss_sum(batch) * (share / max(1, counted))
             loss.backward()
             total += loss.detach()
+            counts = counts_in(self.model).values()
+            self._experts = [a + b for a, b in zip(self._experts, counts, strict=True)] if i else [*counts]
         return total * self.place.mesh.loss_group.size()  # others of the world have the same tokens
+
+    def _losses_of_stages(
+        self, pipeline: Pipeline, batches: Sequence[Batch], rows: int, scale: float = 1.0
+    ) -> Tensor:
+        """Of batches that are filled up to ``rows`` each, and to the length of all."""
+        parts = zip(*(filled(batch, rows, self._shape()[1]) for batch in batches), strict=True)
+        inputs, targets, positions = (to_device(torch.cat(part), self.place.device) for part in parts)
+        return pipeline.losses(inputs, targets, scale, labels=targets, position_ids=positions)
 
     def figures(self) -> dict[str, float]:
         """See ``RankEngine``."""
         count, sums = self.objective.step_sums()
-        if not sums:
+        num, *totals = self.place.total(count, *sums.values()) if sums else (0,)
+        means = {name: total / num for name, total in zip(sums, totals, strict=True)}
+        return means | self._balance()
+
+    def _balance(self) -> dict[str, float]:
+        """How evenly a step's tokens went to experts, in the layer that is worst at it."""
+        if not self._experts:
             return {}
-        num, *totals = self.place.total(count, *sums.values())
-        return {name: total / num for name, total in zip(sums, totals, strict=True)}
+        total = torch.tensor(self.place.total(*torch.cat(self._experts).tolist()))
+        layers = total.split([len(each) for each in self._experts])
+        return {
+            "experts/largest": max(float(each.max() / each.mean()) for each in layers),
+            "experts/idle": max(float((each == 0).sum()) for each in layers),
+        }
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         """Sum of the losses, fp32."""
@@ -160,6 +232,8 @@ class TunedEngine(RankEngine):
     def heldout_loss(self) -> float:
         """See ``Engine``; nats per learned token."""
         rows, size = self.feed.heldout_rows, self.recipe.training.batch_size
+        pipeline = self._pipeline
+        size *= 1 if pipeline is None else self.recipe.training.accumulation
         self.model.eval()
         loss_sum, count = 0.0, 0
         mesh = self.place.mesh
@@ -168,8 +242,11 @@ class TunedEngine(RankEngine):
             own = rows[start : start + size]
             # A sharded forward needs all ranks.
             batch = own_part(self.feed.heldout.batch(own or rows[:1]), mesh)
-            loss = self._loss_sum(batch).item()
-            if own:
+            if pipeline is None:
+                loss = self._loss_sum(batch).item()
+            else:
+                loss = self._losses_of_stages(pipeline, [batch], size).item()
+            if own and (pipeline is None or pipeline.is_last):
                 loss_sum, count = loss_sum + loss, count + self.objective.count(batch)
         self.model.train()
         loss_sum, targets = self.place.total(loss_sum, count)
@@ -178,8 +255,8 @@ class TunedEngine(RankEngine):
     @torch.no_grad()
     def sample(self, tokenizer: Any) -> str:
         """What the model writes after the recipe's prompt, the same on every rank; every rank calls."""
-        if self.place.mesh.cp is not None:
-            return "(ranks that share sequences write none; one process does: shardwright sample RUN)"
+        if self.place.mesh.cp is not None or self._pipeline is not None:
+            return "(ranks that share sequences or are stages write none; shardwright sample RUN does)"
         config = self.recipe.sample
         torch.manual_seed(self.recipe.run.seed)
         self.model.eval()

@@ -1,7 +1,7 @@
 """The loss at a model's head, in place of its logits, which take more memory than a model of many words."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,12 @@ class HeadLoss:
     The head is a ``nn.Linear`` whose forward is given the targets, and returns the loss where the model
     expects logits: it is unsharded there, as for any forward. A model that does more to its logits (scales
     or caps them), or has another head, makes all of them; so does one whose loss differs on the first tokens.
+    call: in place of ``model``, what is called as that.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model, self._targets, self._returned, self._at_once = model, None, None, 1
+    def __init__(self, model: Any, call: Callable[..., Any] | None = None) -> None:
+        self._model, self._call = model, call or model
+        self._targets, self._returned, self._at_once = None, None, 1
         head: Any = model.get_output_embeddings()
         plain = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
         self._head: Any = head if plain else None
@@ -41,7 +43,7 @@ class HeadLoss:
         forward more.
         """
         if self._head is not None and not self._is_tried:
-            self._try(inputs, **arguments)
+            self._try(inputs, targets, **arguments)
         if self._head is None:
             return self._of_logits(inputs, targets, by_row, **arguments)
         return self._at_head(inputs, targets, by_row, **arguments)
@@ -78,24 +80,25 @@ class HeadLoss:
 
     def _at_head(self, inputs: Tensor, targets: Tensor, by_row: bool, **arguments: Any) -> Tensor:
         with self.returning_losses(targets, by_row):
-            losses = self._model(input_ids=inputs, use_cache=False, **arguments).logits.flatten()
+            losses = self._call(input_ids=inputs, use_cache=False, **arguments).logits.flatten()
             return losses if by_row else losses.squeeze(0)
 
     def _of_logits(self, inputs: Tensor, targets: Tensor, by_row: bool, **arguments: Any) -> Tensor:
-        logits = self._model(input_ids=inputs, use_cache=False, **arguments).logits.float()
+        logits = self._call(input_ids=inputs, use_cache=False, **arguments).logits.float()
         how = {"ignore_index": IGNORED, "reduction": "none" if by_row else "sum"}
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **how)
         return losses.view(targets.shape).sum(1) if by_row else losses
 
     @torch.no_grad()
-    def _try(self, inputs: Tensor, **arguments: Tensor) -> None:
+    def _try(self, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> None:
         """Whether what the head returns is the model's loss: of the first tokens, as if all were learned."""
         self._is_tried = True
-        first, first_of = inputs[:1, :_PROBE], {k: v[:1, :_PROBE] for k, v in arguments.items()}
+        first, wanted = inputs[:1, :_PROBE], targets[:1, :_PROBE].clamp(min=0)
+        first_of = {k: v[:1, :_PROBE] for k, v in arguments.items()}
         trains = self._model.training
         self._model.eval()
-        ours = self._at_head(first, first, False, **first_of)
-        theirs = self._of_logits(first, first, False, **first_of)
+        ours = self._at_head(first, wanted, False, **first_of)
+        theirs = self._of_logits(first, wanted, False, **first_of)
         self._model.train(trains)
         if not torch.allclose(ours, theirs, rtol=_EQUAL):
             self._head = None

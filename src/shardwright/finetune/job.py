@@ -11,13 +11,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from shardwright import hf
+from shardwright.checkpoint import background
+from shardwright.checkpoint.folder import is_complete, step_folder
+from shardwright.checkpoint.shardfile import Reader
+from shardwright.checkpoint.sources import open_source
+from shardwright.checkpoint.tools import read_tensor
+from shardwright.checkpoint.url import Location
 from shardwright.data.feed import feed_of
 from shardwright.data.windows import positions_for
 from shardwright.errors import DataError
-from shardwright.finetune.engine import TunedEngine
+from shardwright.finetune.engine import TunedEngine, meta_model
 from shardwright.finetune.expected import expected_peak
 from shardwright.hf import library
+from shardwright.hf.export import write_pretrained
 from shardwright.lora import save_adapter
 from shardwright.plan.memory import HeldBytes
 from shardwright.recipe.config import Recipe
@@ -115,12 +124,31 @@ class FineTuning:
         path, base = folder.exported(step), self.recipe.base.folder
         if self.recipe.adapter.rank:
             save_adapter(path, engine.model, base=base)
+            return engine.sample(self.tokenizer) if last else ""
+        if self.place.is_first:  # of a run that was stopped before it had logged this
+            shutil.rmtree(path, ignore_errors=True)
+        self.place.wait_for_all()
+        if self.place.mesh.pp is not None:
+            background.finish()
+            if self.place.is_first:
+                roots = (folder.checkpoint, folder.best)
+                saved = next(at for root in roots if is_complete(at := step_folder(root, step)))
+                self._write_saved(saved, path)
+            self.place.meet(f"export of step {step}")
         else:
-            if self.place.is_first:  # of a run that was stopped before it had logged this
-                shutil.rmtree(path, ignore_errors=True)
-            self.place.wait_for_all()
             hf.save_pretrained(engine.model, path, tokenizer_from=base)
         return engine.sample(self.tokenizer) if last else ""
+
+    def _write_saved(self, saved: Location, path: Path) -> None:
+        """Write the model of a checkpoint, which has all stages of a pipeline; one process."""
+        source, base = open_source(saved), self.recipe.base
+        entries = source.manifest.tensors
+        with Reader(source.folder) as reader:
+
+            def read(name: str) -> Tensor:
+                return read_tensor(reader, f"model/{name}", entries[f"model/{name}"])
+
+            write_pretrained(meta_model(base), path, read, base.folder)
 
 
 def fingerprint(folder: Path) -> str:

@@ -39,12 +39,17 @@ class TokenLoss:
     """The cross-entropy of each learned token, in nats; or ``own(logits, targets)`` of them.
 
     own: given logits [b, t, words] in the dtype of the model's head and targets int64 [b, t], ``IGNORED``
-    (-100) where nothing is learned; returns the sum over the others.
+    (-100) where nothing is learned; returns the sum over the others. call: as of ``HeadLoss``.
     """
 
-    def __init__(self, model: Any, own: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
-        self._model, self._own = model, own
-        self._head_loss = None if own else HeadLoss(model)
+    def __init__(
+        self,
+        model: Any,
+        own: Callable[[Tensor, Tensor], Tensor] | None = None,
+        call: Callable[..., Any] | None = None,
+    ) -> None:
+        self._call, self._own = call or model, own
+        self._head_loss = None if own else HeadLoss(model, call)
 
     def count(self, batch: Batch) -> int:
         """See ``Objective``."""
@@ -56,7 +61,7 @@ class TokenLoss:
         if self._head_loss is not None:
             return self._head_loss(batch.inputs, batch.targets, **positions).sum()
         assert self._own is not None
-        logits = self._model(input_ids=batch.inputs, use_cache=False, **positions).logits
+        logits = self._call(input_ids=batch.inputs, use_cache=False, **positions).logits
         return self._own(logits, batch.targets).float()
 
     def step_sums(self) -> tuple[int, dict[str, float]]:
@@ -115,10 +120,12 @@ class PreferenceLoss:
         return rejected - chosen
 
 
-def objective_of(recipe: Recipe, model: Any) -> Objective:
-    """What ``training.loss`` names. Raises: InputError where it names a function that isn't there."""
+def objective_of(recipe: Recipe, model: Any, call: Callable[..., Any] | None = None) -> Objective:
+    """What ``training.loss`` names. call: in place of ``model``, what is called as that.
+
+    Raises: InputError where it names a function that isn't there."""
     training = recipe.training
     if training.loss == "dpo":
         return PreferenceLoss(model, training.dpo_beta)
     own = None if training.loss == "cross-entropy" else named("training.loss", training.loss)
-    return TokenLoss(model, own)
+    return TokenLoss(model, own, call)

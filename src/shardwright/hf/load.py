@@ -122,10 +122,10 @@ def shard(
     """
     groups = suggested(model)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
-    for name in groups.apart:
-        fully_shard(model.get_submodule(name), **options)
-    if groups.last:
-        fully_shard([model.get_submodule(n) for n in groups.last], **options)
+    for names in (*([name] for name in groups.apart), groups.last):
+        modules = [model.get_submodule(name) for name in names]
+        if any(True for module in modules for _ in module.parameters()):  # a pipeline's stage lacks some
+            fully_shard(modules, **options)
     return fully_shard(model, **options)
 
 

@@ -1,7 +1,7 @@
 """Experts that ranks share: tokens travel to the ranks of their experts by all-to-all, and results back."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeVar
@@ -115,7 +115,7 @@ def tokens_per_expert(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     Raises:
         InputError: the model has no such module.
     """
-    counts = dict(_counts(model))
+    counts = counts_in(model)
     if not counts:
         raise InputError(f"tokens_per_expert: call expert_parallel on {type(model).__name__} first")
     total = torch.cat([each.to(mesh.shard.device_type) for each in counts.values()])  # unless it ran: the CPU
@@ -123,11 +123,10 @@ def tokens_per_expert(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     return dict(zip(counts, total.split([len(each) for each in counts.values()]), strict=True))
 
 
-def _counts(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, module in model.named_modules():
-        counts = getattr(module, "counted_tokens", None)
-        if counts is not None:
-            yield name, counts
+def counts_in(model: nn.Module) -> dict[str, Tensor]:
+    """The same of this rank's tokens; empty where ``expert_parallel`` was not called on ``model``. Local."""
+    counts = ((name, getattr(module, "counted_tokens", None)) for name, module in model.named_modules())
+    return {name: each for name, each in counts if each is not None}
 
 
 def _is_experts(module: nn.Module, experts: Experts | None) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -10,12 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.errors import InputError
+from shardwright.mesh_sizes import check_model, fill
 from shardwright.parallel.sequence import part_of
 from shardwright.torch_private import concatenated, flattened
 from shardwright.transport.mesh import default_mesh
-
-_AXES = ("pp", "replicate", "dp", "cp", "tp")
-"""From the slowest links to the fastest: ranks that differ in the last axis alone are neighbours."""
 
 
 @dataclass(frozen=True)
@@ -134,42 +131,10 @@ def mesh(
         if not isinstance(size, int) or not (size >= 1 or (size == -1 and name != "ep")):
             raise InputError(f"mesh: {name} is {size!r}, expected a number of ranks, 1 or more")
     whole = default_mesh()
-    _fill(sizes, whole.size())
-    _check_experts(sizes)
+    fill(sizes, whole.size())
     if model is not None:
         _check_model(sizes, model)
     return _made(sizes, device_type or whole.device_type)
-
-
-def _fill(sizes: dict[str, int], world: int) -> None:
-    """Replace -1 by what is left of the world. Raises: InputError."""
-    free = [name for name in _AXES if sizes[name] == -1]
-    if len(free) > 1:
-        raise InputError(f"mesh: {' and '.join(free)} are -1, but only one can be what is left")
-    others = prod(sizes[name] for name in _AXES if sizes[name] != -1)
-    known = " x ".join(f"{name}={sizes[name]}" for name in _AXES if sizes[name] > 1) or "dp=1"
-    if free and world % others:
-        raise InputError(
-            f"mesh: {known} needs a multiple of {others} ranks, but the world has {world}: a product of "
-            f"{_any_of(_divisors(world))} would fit"
-        )
-    if free:
-        sizes[free[0]] = world // others
-    elif others != world:
-        raise InputError(
-            f"mesh: {known} is {others} ranks, but the world has {world}: start {others} ranks, or leave dp "
-            "out, which is then what the others leave"
-        )
-
-
-def _check_experts(sizes: dict[str, int]) -> None:
-    cp, ep, ranks = sizes["cp"], sizes["ep"], sizes["dp"] * sizes["cp"]
-    fits = [size for size in _divisors(ranks) if size % cp == 0 or cp % size == 0]
-    if ep not in fits:
-        raise InputError(
-            f"mesh: ep={ep} doesn't divide the {ranks} ranks of dp={sizes['dp']} x cp={cp}, or is neither a "
-            f"multiple nor a divisor of cp: {_any_of(fits)} would fit"
-        )
 
 
 def _check_model(sizes: dict[str, int], model: nn.Module) -> None:
@@ -181,22 +146,7 @@ def _check_model(sizes: dict[str, int], model: nn.Module) -> None:
         found = (getattr(place, name, None) for name in names for place in places)
         return next((value for value in found if isinstance(value, int)), None)
 
-    def check(name: str, what: str, of: int | None) -> None:
-        if of is not None and of % sizes[name]:
-            raise InputError(
-                f"mesh: {name}={sizes[name]} doesn't divide {of} {what}: {_any_of(_divisors(of))} would"
-            )
-
-    heads = number("num_attention_heads")
-    check("tp", "heads", heads)
-    check("tp", "key/value heads", number("num_key_value_heads"))
-    # Key/value heads that cp doesn't divide are repeated: `_Ulysses.to_heads`.
-    tp = sizes["tp"]
-    check("cp", f"heads of each of tp={tp} ranks" if tp > 1 else "heads", heads and heads // tp)
-    check("ep", "experts", number("num_local_experts", "num_experts", "n_routed_experts"))
-    layers, pp = number("num_hidden_layers"), sizes["pp"]
-    if layers is not None and pp > layers:
-        raise InputError(f"mesh: pp={pp} is more than {layers} layers: 1 to {layers} would fit")
+    check_model(sizes, number)
 
 
 def _made(sizes: dict[str, int], device_type: str) -> Mesh:
@@ -239,13 +189,3 @@ def _made(sizes: dict[str, int], device_type: str) -> Mesh:
         part("pp", ["pp"]),
         loss.get_group(),
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _any_of(sizes: list[int]) -> str:
-    """``"1, 2 or 4"``."""
-    *first, last = map(str, sizes)
-    return f"{', '.join(first)} or {last}" if first else last

@@ -49,8 +49,8 @@ def tensor_parallel(model: M, mesh: Mesh) -> M:
         The argument ``model``.
 
     Raises:
-        InputError: the model has no plan, one with other styles (of experts and packed matrices), or is
-            sharded already. Nothing is changed then.
+        InputError: the model has no plan, one with other styles (of experts and packed matrices), is sharded
+            already, or has adapters: ``add_lora`` comes after this. Nothing is changed then.
     """
     if mesh.tp is None:
         return model
@@ -70,6 +70,8 @@ def tensor_parallel(model: M, mesh: Mesh) -> M:
                 f"{name}: its plan has {style!r} for {path}, which tensor_parallel doesn't know (it knows "
                 f"{', '.join(_STYLES)}); take tp=1"
             )
+        if [*part.children()]:
+            raise InputError(f"{name}: {path} has an adapter already; call tensor_parallel before add_lora")
         found[path] = _STYLES[style]()
     if not found:
         raise InputError(f"{name} has no plan for tensor parallelism (tp_plan); take tp=1")

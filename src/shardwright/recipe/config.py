@@ -5,7 +5,7 @@ file, the command line (``--training.steps 50``). There is no hidden file, and n
 a value. How the three are merged and checked is in :mod:`shardwright.recipe.resolve`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from shardwright.extras import from_extra
 from shardwright.policy import Lora, Offload, SchedulePolicy, WatchPolicy
@@ -334,7 +334,7 @@ class LaunchConfig(Section):
 
 
 class MeshConfig(Section):
-    """What ranks share besides parameters: ranks = replicate x dp x cp x tp (see ``shardwright.mesh``)."""
+    """What ranks share besides parameters: ranks = pp x replicate x dp x cp x tp (``shardwright.mesh``)."""
 
     dp: int = Field(
         default=0,
@@ -352,16 +352,22 @@ class MeshConfig(Section):
         ge=1,
         description="ranks that share each sequence; divides the heads and training.sequence_length",
     )
+    ep: int = Field(
+        default=1,
+        ge=1,
+        description="of the ranks of dp and cp, those that share the experts of a model of [base]",
+    )
+    pp: int = Field(
+        default=1, ge=1, description="stages of a pipeline, which share the layers by their order"
+    )
+    pp_schedule: Literal["1F1B", "GPipe"] = Field(
+        default="1F1B",
+        description="order in which stages compute the training.accumulation microbatches of a step",
+    )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_other_axis(cls, given: object) -> object:
-        if isinstance(given, dict) and (found := [key for key in ("ep", "pp") if key in given]):
-            raise ValueError(
-                f"{' and '.join(found)}: recipes share no experts and have no pipelines; take dp, cp or tp, "
-                "or write a script with shardwright.mesh (docs/mesh.md, docs/experts.md)"
-            )
-        return given
+    def sizes(self) -> dict[str, Any]:
+        """The arguments of ``shardwright.mesh``."""
+        return self.model_dump(exclude={"pp_schedule"}) | {"dp": self.dp or -1}
 
 
 class ScheduleConfig(keys_of(SchedulePolicy)):
@@ -464,7 +470,7 @@ class Recipe(Section):
 
     def _unfit_for_mesh(self) -> list[str]:
         """What can't be trained as [mesh] says, with what to do instead."""
-        cp, tp, training, wrong = self.mesh.cp, self.mesh.tp, self.training, list[str]()
+        cp, training, sizes, wrong = self.mesh.cp, self.training, self.mesh.sizes(), list[str]()
         if self.mesh == MeshConfig():
             return wrong
         if self.launch.backend != "eager":
@@ -477,8 +483,11 @@ class Recipe(Section):
                 f"evenly; set it to {-(-training.sequence_length // cp) * cp}"
             )
         if not self.base.folder:
-            if tp > 1:
-                wrong.append("mesh.tp: it is for a model of [base]; take dp or cp")
+            wrong += [
+                f"mesh.{key}: it is for a model of [base]; take dp or cp"
+                for key in ("tp", "ep")
+                if sizes[key] > 1
+            ]
             if self.model.num_heads % cp:
                 wrong.append(
                     f"mesh.cp: {cp} ranks can't share model.num_heads = {self.model.num_heads}; take a "
@@ -488,6 +497,33 @@ class Recipe(Section):
             wrong.append(
                 f"mesh.cp: training.loss = {training.loss!r} is made of whole sequences; leave cp out"
             )
-        if tp > 1 and self.adapter.rank:
-            wrong.append("mesh.tp: adapters and encoded bases aren't shared by layers; leave tp out")
+        if self.base.quantise != "none":
+            wrong += [
+                f"mesh.{key}: ranks can't share {what} of a base in {self.base.quantise}, whose codes are of "
+                f"whole matrices; leave {key} or base.quantise out"
+                for key, what in (("tp", "layers"), ("ep", "experts"))
+                if sizes[key] > 1
+            ]
+        if self.mesh.pp > 1:
+            wrong += self._unfit_for_stages(self.mesh.pp)
+        return wrong
+
+    def _unfit_for_stages(self, pp: int) -> list[str]:
+        training, model, wrong = self.training, self.model, list[str]()
+        if training.accumulation < pp:
+            wrong.append(
+                f"mesh.pp: {pp} stages need as many microbatches or more, got training.accumulation = "
+                f"{training.accumulation}; set it to {pp}, and training.batch_size to less"
+            )
+        if self.adapter.rank:
+            wrong.append("mesh.pp: stages train all of a model; leave adapter.rank or pp out")
+        if self.mesh.ep > 1:
+            wrong.append(
+                f"mesh.pp: stages share no experts, got mesh.ep = {self.mesh.ep}; take one of the two"
+            )
+        if not self.base.folder and (model.num_layers < pp or model.tied_embedding):
+            wrong.append(
+                f"mesh.pp: {pp} stages need a block each, and a head besides the embedding, got "
+                f"model.num_layers = {model.num_layers}, model.tied_embedding = {model.tied_embedding}"
+            )
         return wrong

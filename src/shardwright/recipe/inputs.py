@@ -2,11 +2,13 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import DataError, InputError
 from shardwright.files import is_size, parsed
+from shardwright.mesh_sizes import check_model
 from shardwright.recipe.config import Recipe
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -18,8 +20,8 @@ def check_inputs(recipe: Recipe) -> None:
     """Only asks the file system; for each process of a run, or the one that starts it.
 
     Raises: InputError where ``base.folder`` is no folder, or its model has fewer positions than a sequence,
-    or heads that ranks of [mesh] can't share; DataError where the file of a recipe for DPO, which nothing of
-    ours makes, isn't there.
+    or heads, experts or layers that ranks of [mesh] can't share; DataError where the file of a recipe for
+    DPO, which nothing of ours makes, isn't there.
     """
     folder, data = recipe.base.folder, recipe.data
     if not Path(folder).is_dir():
@@ -31,7 +33,7 @@ def check_inputs(recipe: Recipe) -> None:
             f"training.sequence_length = {length:,}, but the model of {folder} has {positions:,} positions "
             f"(config.json): set it to {positions:,} or less"
         )
-    _check_heads(recipe, config)
+    check_model(recipe.mesh.sizes(), partial(_number, config), f" of {folder}")
     is_file = data.path.endswith(".jsonl") and "://" not in data.path and not data.sources
     if recipe.training.loss == "dpo" and is_file and not Path(data.path).exists():
         raise DataError(
@@ -39,23 +41,6 @@ def check_inputs(recipe: Recipe) -> None:
             '{"prompt": "2 + 2?", "chosen": "4", "rejected": "22"}, the better and the worse answer to a '
             "prompt; or set data.path to preferences that you have"
         )
-
-
-def _check_heads(recipe: Recipe, config: dict[str, Any]) -> None:
-    """Raises: InputError where ranks of [mesh] can't share the heads of an attention."""
-    heads, tp = _number(config, "num_attention_heads", "n_head"), recipe.mesh.tp
-    of_each = f" of each of tp = {tp} ranks" if tp > 1 else ""
-    for key, size, number, what in (
-        ("tp", tp, heads, "heads"),
-        ("tp", tp, _number(config, "num_key_value_heads"), "key/value heads"),
-        ("cp", recipe.mesh.cp, heads and heads // tp, f"heads{of_each}"),
-    ):
-        if number and number % size:
-            fits = " or ".join(str(each) for each in range(1, number + 1) if number % each == 0)
-            raise InputError(
-                f"mesh.{key} = {size}: {number} {what} of {recipe.base.folder} can't be shared evenly; "
-                f"{fits} would"
-            )
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -11,13 +11,16 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shardwright import clock
 from shardwright.api import communication_s, full_state_dict, fully_shard, stats
 from shardwright.checkpoint import Restored, async_save, load, save
 from shardwright.checkpoint.url import Location, RemotePath
 from shardwright.data.text import TrainBatches, split_targets, to_device
+from shardwright.data.windows import IGNORED
 from shardwright.errors import ConfigError
 from shardwright.lora import trained_part
 from shardwright.module import FSDPModule
@@ -29,9 +32,10 @@ from shardwright.policy import MixedPrecisionPolicy
 from shardwright.recipe.config import OptimizerConfig, Recipe
 from shardwright.train.engine import Reading, Sizes
 from shardwright.train.loop import learning_rate
-from shardwright.train.models import Transformer, flops_of, loss_of
+from shardwright.train.models import VOCABULARY, Transformer, flops_of, loss_of
 from shardwright.train.norms import clip
 from shardwright.train.ranks import RankPlace
+from shardwright.train.stages import Elsewhere, Parts, Pipeline, cut
 from shardwright.transport.mesh import set_transport
 from shardwright.transport.process import span
 
@@ -47,6 +51,7 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
     """
     with torch.device("meta"):
         model = Transformer(recipe.model, activation_checkpointing=recipe.training.activation_checkpointing)
+    cut(model, Parts(["embedding"], "blocks", ["norm", "head"]), place.mesh)
     set_transport(recipe.schedule.transport)
     if recipe.training.plan:
         fully_shard(model, plan=plan_of(recipe))
@@ -60,11 +65,12 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
 
 def _shard_by_blocks(model: Transformer, recipe: Recipe, place: RankPlace) -> None:
     options = policies_of(recipe)
-    for block in model.blocks:
-        fully_shard(block, mesh=place.mesh.shard, **options)
+    groups = [[block] for block in model.blocks]
     if model.head is not None:
-        fully_shard(model.embedding, mesh=place.mesh.shard, **options)
-        fully_shard([model.norm, model.head], mesh=place.mesh.shard, **options)
+        groups += [[model.embedding], [model.norm, model.head]]
+    for group in groups:
+        if not isinstance(group[0], Elsewhere):
+            fully_shard(group, mesh=place.mesh.shard, **options)
     fully_shard(model, mesh=place.mesh.shard, **options)
     assert isinstance(model, FSDPModule)
     model.set_schedule_policy(recipe.schedule.policy())
@@ -130,13 +136,18 @@ def opened(optimizer: Any) -> AbstractContextManager[None]:
     return optimizer.opened() if hasattr(optimizer, "opened") else nullcontext()
 
 
-def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, mesh: Mesh | None) -> Tensor:
-    """Mean nats per byte of this rank's part of the sequences; all parts are of one length."""
+def _own_part(inputs: Tensor, targets: Tensor, mesh: Mesh | None) -> tuple[Tensor, Tensor, int]:
+    """This rank's part of the sequences, and where that begins in them; all parts are of one length."""
     if mesh is None or mesh.cp is None:
-        return loss_of(model(inputs), targets)
+        return inputs, targets, 0
     part = mesh.split({"inputs": inputs, "targets": targets})
-    first = mesh.cp.get_local_rank() * part["inputs"].shape[1]
-    return loss_of(model(part["inputs"], first), part["targets"])
+    return part["inputs"], part["targets"], mesh.cp.get_local_rank() * part["inputs"].shape[1]
+
+
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, mesh: Mesh | None) -> Tensor:
+    """Mean nats per byte of this rank's part of the sequences."""
+    inputs, targets, first = _own_part(inputs, targets, mesh)
+    return loss_of(model(inputs, first), targets)
 
 
 @torch.no_grad()
@@ -210,7 +221,7 @@ class RankEngine(ABC):
         self._steps += 1
         with self._watched():
             loss = self.gradients(position)
-        norms = clip(self.model, recipe.optimizer.clip_norm)
+        norms = clip(self.model, recipe.optimizer.clip_norm, self.place.mesh.pp)
         if recipe.training.on_nonfinite != "skip" or math.isfinite(norms.total()):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -249,12 +260,14 @@ class RankEngine(ABC):
         write = async_save if isinstance(path, RemotePath) else save  # an upload would stop the training
         model, keep = trained_part(self.model), self.recipe.checkpoint.keep
         with opened(self.optimizer):  # what goes on in the background has its own copy
-            write(path, model=model, optimizer=self.optimizer, extra=extra, step=step, keep=keep)
+            pp = self.place.mesh.pp
+            write(path, model=model, optimizer=self.optimizer, extra=extra, step=step, keep=keep, pp=pp)
 
     def restore(self, path: Location) -> Restored:
         """See ``Engine``."""
         with opened(self.optimizer):
-            return load(path, model=trained_part(self.model), optimizer=self.optimizer)
+            model, pp = trained_part(self.model), self.place.mesh.pp
+            return load(path, model=model, optimizer=self.optimizer, pp=pp)
 
     @abstractmethod
     def gradients(self, position: int) -> Tensor:
@@ -272,12 +285,17 @@ class RankEngine(ABC):
         return Sizes(numel, int(at_rest), full_nbytes, int(peak), alone_s, known)
 
     def whole(self) -> tuple[int, int]:
-        """Elements and bytes of all parameters, of which ``stats`` counts those of this rank's layers."""
-        measured = stats(self.model)
-        if self.place.mesh.tp is None:
-            return measured.param_numel, measured.full_nbytes
-        params = list(self.model.parameters())
-        return sum(p.numel() for p in params), sum(p.numel() * p.itemsize for p in params)
+        """Elements and bytes of all parameters, of which ``stats`` counts this rank's layers and experts.
+        Every rank calls."""
+        measured, mesh = stats(self.model), self.place.mesh
+        numel, nbytes = measured.param_numel, measured.full_nbytes
+        if mesh.tp is not None or mesh.ep is not None:
+            params = list(self.model.parameters())
+            numel, nbytes = sum(p.numel() for p in params), sum(p.numel() * p.itemsize for p in params)
+        if mesh.pp is not None:
+            of_stage = self.place.world // mesh.pp.size()
+            numel, nbytes = (int(total) // of_stage for total in self.place.total(numel, nbytes))
+        return numel, nbytes
 
 
 class EagerEngine(RankEngine):
@@ -289,6 +307,7 @@ class EagerEngine(RankEngine):
         super().__init__(recipe, place, build_model(recipe, place))
         (self._batches,) = batches
         self._windows = windows
+        self._pipeline = _pipeline_of(recipe, place, self.model) if place.mesh.pp else None
 
     @property
     def flops_per_token(self) -> float:
@@ -299,9 +318,13 @@ class EagerEngine(RankEngine):
         """See ``RankEngine``."""
         training, device = self.recipe.training, self.place.device
         total = torch.zeros((), device=device)
-        for microbatch in range(training.accumulation):
+        firsts = [position + i * self._batches.share.num_windows for i in range(training.accumulation)]
+        if self._pipeline is not None:
+            with self.getting_data():
+                inputs, targets = map(torch.cat, zip(*map(self._batches.at, firsts), strict=True))
+            return self._loss_sum(self._pipeline, inputs, targets, len(targets)) * self._pipeline.stages
+        for microbatch, first in enumerate(firsts):
             self.model.set_requires_gradient_sync(microbatch == training.accumulation - 1)
-            first = position + microbatch * self._batches.share.num_windows
             with self.getting_data():
                 inputs, targets = (to_device(part, device) for part in self._batches.at(first))
             loss = _loss(self.model, inputs, targets, self.place.mesh) / training.accumulation
@@ -309,10 +332,61 @@ class EagerEngine(RankEngine):
             total += loss.detach()
         return total
 
+    def _loss_sum(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor, num_rows: int) -> Tensor:
+        """Of all rows the mean nats per byte, summed and divided by ``num_rows``, on the last stage."""
+        inputs, targets, first = _own_part(inputs, targets, self.place.mesh)
+        scale = 1 / (num_rows * targets.shape[1])
+        inputs, targets = (to_device(part, self.place.device) for part in (inputs, targets))
+        return pipeline.losses(inputs, targets, scale, **({"first": first} if first else {}))
+
     def heldout_loss(self) -> float:
         """See ``Engine``."""
+        if self._pipeline is not None:
+            return self._heldout_loss_of_stages(self._pipeline)
         return heldout_loss(self.model, self._windows, self.recipe.training.batch_size, self.place)
+
+    @torch.no_grad()
+    def _heldout_loss_of_stages(self, pipeline: Pipeline) -> float:
+        """Windows go through the stages as many at once as in training; what fills them up isn't learned."""
+        training, place, windows = self.recipe.training, self.place, self._windows
+        self.model.eval()
+        loss_sum, count, rows = 0.0, 0, training.batch_size * training.accumulation
+        for first in range(0, len(windows), rows * place.num_samples):
+            start = first + place.mesh.sample_rank * rows
+            own = windows[start : start + rows]
+            inputs, targets = split_targets(torch.cat([own, windows[:1].expand(rows - len(own), -1)]))
+            targets = targets.clone()
+            targets[len(own) :] = IGNORED
+            loss_sum += self._loss_sum(pipeline, inputs, targets, 1).item()
+            count += len(own) * pipeline.is_last
+        self.model.train()
+        loss_sum, count = place.total(loss_sum, count)
+        return loss_sum / count
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """See ``Engine``."""
-        return full_state_dict(self.model)
+        tensors, pp = full_state_dict(self.model), self.place.mesh.pp
+        if pp is None:
+            return tensors
+        with torch.device("meta"):
+            whole = Transformer(self.recipe.model).state_dict()
+        for name, like in whole.items():  # a sum with zeros of the stages that haven't it
+            whole[name] = tensors.get(name, torch.zeros_like(like, device="cpu"))
+            dist.all_reduce(whole[name], group=pp.get_group())
+        return whole
+
+
+def _pipeline_of(recipe: Recipe, place: RankPlace, model: Transformer) -> Pipeline:
+    training, mesh = recipe.training, place.mesh
+    length = training.sequence_length // (1 if mesh.cp is None else mesh.cp.size())
+    shape, dtype = (training.batch_size, length), precision_of(recipe).param_dtype or torch.float32
+    tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
+    hidden, logits = (
+        torch.zeros(*shape, width, dtype=dtype, device="meta") for width in (recipe.model.dim, VOCABULARY)
+    )
+
+    def sum_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+    how = recipe.mesh.pp_schedule, training.accumulation
+    return Pipeline(model, mesh, how, (tokens, hidden, logits), sum_of, place.device)

@@ -16,7 +16,7 @@ from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.workload import Workload
 from shardwright.policy import DEFAULT_OFFLOAD, SchedulePolicy
-from shardwright.recipe.config import Recipe
+from shardwright.recipe.config import MeshConfig, Recipe
 from shardwright.train.eager import plan_of, policies_of, precision_of
 from shardwright.train.engine import TrainingProcess
 from shardwright.train.models import Transformer, loss_of
@@ -27,9 +27,8 @@ def peak_of(recipe: Recipe, place: TrainingProcess, work: Workload, policy: Sche
 
     work: one microbatch. Not counted: Python and libraries, the data, and what an evaluation or a save takes.
     """
-    mesh = recipe.mesh
-    if (mesh.replicate, mesh.tp, mesh.cp) != (1, 1, 1):
-        raise InputError("what ranks of replicate, tp or cp hold has no price")
+    if recipe.mesh != MeshConfig(dp=recipe.mesh.dp):
+        raise InputError("what ranks of replicate, tp, cp, ep or pp hold has no price")
     runs = replace(preset("shardwright"), policy=policy)
     precision, on_host = precision_of(recipe), place.device_type == "cpu"
     itemsize = precision.sum_dtype(torch.float32, precision.param_dtype or torch.float32).itemsize

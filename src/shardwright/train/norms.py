@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.torch_private import foreach_norm
@@ -27,9 +29,9 @@ class Norms:
 
 
 @torch.no_grad()
-def clip(model: nn.Module, max_norm: float) -> Norms:
+def clip(model: nn.Module, max_norm: float, pp: DeviceMesh | None = None) -> Norms:
     """``torch.nn.utils.clip_grad_norm_`` over a model's parameters, by the same operations. Those that ranks
-    share by tensor parallelism are on another mesh."""
+    share by tensor parallelism are on another mesh. pp: the stages of a pipeline, whose norm it is."""
     meshes: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         if param.grad is not None:
@@ -42,6 +44,10 @@ def clip(model: nn.Module, max_norm: float) -> Norms:
         norms.append(torch.stack(list(foreach_norm(grads, 2.0))))
     each = norms[0] if len(norms) == 1 else torch.cat([_whole(norm) for norm in norms])
     total = torch.linalg.vector_norm(each, 2.0)
+    if pp is not None:
+        total = _whole(total).double().square()
+        dist.all_reduce(total, group=pp.get_group())
+        total = total.sqrt()
     for trained in meshes.values():  # one scale for all of them
         torch.nn.utils.clip_grads_with_norm_([param for _, param in trained], max_norm, total)
     return Norms([name for trained in meshes.values() for name, _ in trained], each, total)

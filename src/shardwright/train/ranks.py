@@ -187,7 +187,7 @@ def mesh_of(config: MeshConfig, device_type: str) -> Mesh:
 
     Raises: InputError where its sizes don't make up the ranks that there are.
     """
-    return mesh(config.dp or -1, config.replicate, tp=config.tp, cp=config.cp, device_type=device_type)
+    return mesh(**config.sizes(), device_type=device_type)
 
 
 @contextmanager
