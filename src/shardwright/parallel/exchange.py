@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.parallel.recorded import calling
+
 
 def exchange(tensors: Sequence[Tensor], group: dist.ProcessGroup, scatter: int, gather: int) -> list[Tensor]:
     """Each tensor with dim ``scatter`` cut over the ranks of a group and dim ``gather`` joined, in one
@@ -23,7 +25,8 @@ class _AllToAll(torch.autograd.Function):
         parts = [tensor.unflatten(scatter, (world, -1)).movedim(scatter, 0) for tensor in tensors]
         sent = torch.cat([part.reshape(world, -1) for part in parts], 1)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        with calling(group, "all-to-all", sent.device):
+            dist.all_to_all_single(received, sent, group=group)
         arrived = zip(received.split([part[0].numel() for part in parts], 1), parts, strict=True)
         return tuple(got.view(p.shape).movedim(0, gather).flatten(gather, gather + 1) for got, p in arrived)
 
@@ -44,7 +47,9 @@ class _RowsToRanks(torch.autograd.Function):
         rows, sent, received, group = args
         ctx.back = received, sent, group
         came = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
+        met = all(received)  # else a rank may leave before the one that has no rows for it comes
+        with calling(group, "all-to-all", rows.device, met, axis="ep"):
+            dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
         return came
 
     @staticmethod
@@ -64,7 +69,8 @@ class _Mean(torch.autograd.Function):
         total, number, group = args
         number = torch.as_tensor(number, device=total.device)
         sums = torch.stack([total.double(), number.double()])  # fp32 counts up to 16 million tokens only
-        dist.all_reduce(sums, group=group)
+        with calling(group, "all-reduce", sums.device):
+            dist.all_reduce(sums, group=group)
         whole = sums[1].clamp(min=1)  # without tokens the loss is 0, and so are gradients
         ctx.factor = group.size() / whole
         return (sums[0] / whole).to(total.dtype)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from shardwright.errors import InputError, StageError
 from shardwright.parallel.exchange import exchange, mean_of_all
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.recorded import calling
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -163,7 +164,8 @@ class _Ulysses:
         if given.ndim != 2:
             raise InputError(f"position_ids are {list(given.shape)}, expected [batch or 1, sequence / cp]")
         parts = [torch.empty_like(given) for _ in range(self.world)]
-        dist.all_gather(parts, given.contiguous(), group=self.group)
+        with calling(self.group, "all-gather", given.device):
+            dist.all_gather(parts, given.contiguous(), group=self.group)
         gathered = torch.cat(parts, 1)
         begins = (gathered.diff() != 1).nonzero().tolist()
         if not begins:
