@@ -45,7 +45,11 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
     root's own group, because the root multiplies by the embedding's weight.
     """
     with torch.device("meta"):
-        model = Transformer(recipe.model, activation_checkpointing=recipe.training.activation_checkpointing)
+        model = Transformer(
+            recipe.model,
+            activation_checkpointing=recipe.training.activation_checkpointing,
+            inputs_on_host=recipe.training.offload_activations,
+        )
     set_transport(recipe.schedule.transport)
     if recipe.training.plan:
         fully_shard(model, plan=plan_of(recipe))
