@@ -25,7 +25,7 @@ class _AllToAll(torch.autograd.Function):
         parts = [tensor.unflatten(scatter, (world, -1)).movedim(scatter, 0) for tensor in tensors]
         sent = torch.cat([part.reshape(world, -1) for part in parts], 1)
         received = torch.empty_like(sent)
-        with calling(group, "all-to-all", sent.device):
+        with calling(group, "all-to-all", sent.device, axis="cp"):
             dist.all_to_all_single(received, sent, group=group)
         arrived = zip(received.split([part[0].numel() for part in parts], 1), parts, strict=True)
         return tuple(got.view(p.shape).movedim(0, gather).flatten(gather, gather + 1) for got, p in arrived)
