@@ -596,12 +596,21 @@ def ring_attention(device_type: str) -> tuple[Callable[..., Any], Callable[..., 
     """Torch's ring attention by its flash kernels for a device: forward, backward, and its options."""
     with _known():
         module = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
-        kernel = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device_type == "cpu" else "")
-        forward, backward = (getattr(torch.ops.aten, kernel + end).default for end in ("", "_backward"))
+        aten = torch.ops.aten
+        forward, backward = (
+            aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_flash_attention_backward,
+        )
+        if device_type == "cpu":
+            forward = aten._scaled_dot_product_flash_attention_for_cpu
+            backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return (
-            partial(module._templated_ring_attention, seq_dim=2, op=forward),
+            partial(module._templated_ring_attention, seq_dim=2, op=forward.default),
             partial(
-                module._templated_ring_attention_backward, seq_dim=2, op=backward, grad_out_name="grad_out"
+                module._templated_ring_attention_backward,
+                seq_dim=2,
+                op=backward.default,
+                grad_out_name="grad_out",
             ),
             module._cp_options,
         )

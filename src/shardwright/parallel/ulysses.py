@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.errors import InputError, StageError
-from shardwright.parallel.exchange import exchange, mean_of_all
+from shardwright.parallel.exchange import exchange, mean_of_all, ring
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.recorded import calling, see_torchs
-from shardwright.parallel.ring import ring
 
 M = TypeVar("M", bound=nn.Module)
 
