@@ -493,3 +493,124 @@ def timeouts(group: dist.ProcessGroup) -> list[timedelta]:
     options = [_backend_of(group, device).options for device in _devices_of(group)]
     with _known():
         return [each._timeout for each in options if each is not None]
+
+
+def see_collectives(
+    begin: Callable[[dist.ProcessGroup, str], Any], waiting: Callable[[Any], AbstractContextManager[None]]
+) -> None:
+    """Have ``begin(group, what)`` called for each functional collective on CPU tensors from now on (those of
+    DTensors), and its wait put into the block that ``waiting`` makes of what that returned. Once for all."""
+    with _known():
+        functional = import_module("torch.distributed._functional_collectives")
+        wait_tensor = functional.wait_tensor
+    if hasattr(wait_tensor, "__wrapped__"):
+        return
+    told = {
+        "all_reduce": "all-reduce",
+        "all_gather_tensor": "all-gather",
+        "all_gather_single": "all-gather",  # since 2.13
+        "reduce_scatter_tensor": "reduce-scatter",
+        "reduce_scatter_single": "reduce-scatter",  # since 2.13
+        "all_to_all_single": "all-to-all",
+    }
+
+    inside: list[Any] = []  # one of them waits itself, and some call others of them
+    in_flight: dict[int, Any] = {}  # by memory: views of what isn't there yet may be waited for in its place
+
+    def seen(function: Any, what: str) -> Any:
+        @wraps(function)
+        def launch(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or inside or tensor.device.type != "cpu":
+                return function(tensor, *args, **kwargs)
+            group = next((g for each in (*args, *kwargs.values()) if (g := _group_of(each))), None)
+            inside.append(None if group is None else begin(group, what))
+            try:
+                result = function(tensor, *args, **kwargs)
+                if isinstance(result, AsyncCollectiveTensor):
+                    in_flight[result.elem.untyped_storage().data_ptr()] = inside[0]
+                return result
+            finally:
+                inside.clear()
+
+        return launch
+
+    @wraps(wait_tensor)
+    def wait(tensor: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return wait_tensor(tensor)
+        begun = in_flight.pop(tensor.untyped_storage().data_ptr(), None) or (inside[0] if inside else None)
+        with nullcontext() if begun is None else waiting(begun):
+            return wait_tensor(tensor)
+
+    functional.wait_tensor = wait  # type: ignore[attr-defined]
+    for name, what in told.items():
+        if hasattr(functional, name):
+            setattr(functional, name, seen(getattr(functional, name), what))
+
+
+def _group_of(given: Any) -> dist.ProcessGroup | None:
+    """What a functional collective is given as its group."""
+    if isinstance(given, tuple) and given and isinstance(given[0], DeviceMesh):
+        return given[0].get_group(given[1])
+    return given if isinstance(given, dist.ProcessGroup) else None
+
+
+WAIT_BATCH_P2P = "_wait_batch_p2p"
+"""Where a rank waits for other stages, as stacks name it."""
+
+
+class _Works(list[Any]):
+    """Of messages in flight, with what was noted as they began."""
+
+    begun: Any = ()
+
+
+def see_messages(
+    begin: Callable[[Sequence[dist.P2POp]], Any], waiting: Callable[[Any], AbstractContextManager[None]]
+) -> None:
+    """The same of messages on CPUs between stages of ``torch.distributed.pipelining``."""
+    with _known():
+        schedules = import_module("torch.distributed.pipelining.schedules")
+        batch, wait_batch = schedules._batch_p2p, getattr(schedules, WAIT_BATCH_P2P)
+    if hasattr(batch, "__wrapped__"):
+        return
+
+    @wraps(batch)
+    def launch(p2p_ops: Sequence[dist.P2POp], *args: Any, **kwargs: Any) -> Any:
+        on_host = bool(p2p_ops) and p2p_ops[0].tensor.device.type == "cpu"
+        begun = begin(p2p_ops) if on_host else ()
+        works = _Works(batch(p2p_ops, *args, **kwargs))
+        works.begun = begun
+        return works
+
+    @wraps(wait_batch)
+    def wait(work: Any) -> None:
+        with waiting(work.begun) if getattr(work, "begun", ()) else nullcontext():
+            wait_batch(work)
+
+    schedules._batch_p2p = launch  # type: ignore[attr-defined]
+    setattr(schedules, WAIT_BATCH_P2P, wait)
+
+
+def ring_attention(device_type: str) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+    """Torch's ring attention by its flash kernels for a device: forward, backward, and its options."""
+    with _known():
+        module = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+        aten = torch.ops.aten
+        forward, backward = (
+            aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_flash_attention_backward,
+        )
+        if device_type == "cpu":
+            forward = aten._scaled_dot_product_flash_attention_for_cpu
+            backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return (
+            partial(module._templated_ring_attention, seq_dim=2, op=forward.default),
+            partial(
+                module._templated_ring_attention_backward,
+                seq_dim=2,
+                op=backward.default,
+                grad_out_name="grad_out",
+            ),
+            module._cp_options,
+        )

@@ -213,7 +213,7 @@ def test_checkpoints_of_adapters_leave_the_base_where_it_is(place, tmp_path):
 
 def test_all_weights_are_trained_and_exported_as_transformers_saves_them(place, tmp_path):
     whole = {"base": {"quantise": "none"}, "adapter": {"rank": 0}, "data": {"path": str(place / "text")}}
-    whole["training"] = {"epochs": 1, "activation_checkpointing": True}
+    whole["training"] = {"epochs": 1, "activation_checkpointing": True, "offload_activations": True}
     more = {"optimizer": {"lr": 1e-3}, "track": {"peak_tflops": 0.01}}
     recipe = recipe_of(place, tmp_path / "run", **whole, **more)
     run_ranks(2, tune, recipe)

@@ -177,6 +177,16 @@ def test_numbers_have_the_bounds_of_what_they_are_given_to(key, text, tmp_path):
         resolve(write(tmp_path, ""), [(key, text)])
 
 
+def test_activations_go_to_the_host_only_where_blocks_are_recomputed(tmp_path):
+    given = [("training.offload_activations", "true")]
+    with pytest.raises(ConfigError, match=r"training.offload_activations.* set training.activation_ch"):
+        resolve(write(tmp_path, ""), given)
+    training = resolve(
+        write(tmp_path, ""), [*given, ("training.activation_checkpointing", "true")]
+    ).recipe.training
+    assert training.offload_activations
+
+
 def test_an_old_recipe_with_gloos_own_messages_is_refused_with_what_to_take_instead(tmp_path):
     says = r'schedule\.transport.*removed; take .*"sockets", or "collectives"'
     with pytest.raises(ConfigError, match=says):

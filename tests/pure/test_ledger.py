@@ -170,7 +170,7 @@ def test_a_slow_transfer_is_the_links_and_a_late_gather_with_nothing_to_hide_beh
 def test_a_slow_link_is_its_ranks_whatever_way_it_is_slow(world, direction):
     extra = {(1, step, direction): 10.0 for step in range(4, 8)}
     ledger = booked(Job(world, 9, extra).rings())
-    cause, whose, seconds, detail = ledger.losses(range(4, 8))[0]
+    cause, whose, seconds, detail, _ = ledger.losses(range(4, 8))[0]
     assert (cause, whose, detail) == ("link", 1, f"what it {direction}")
     assert seconds > 0.8 * 4 * world * 2 * BLOCKS * 10 * MS / 2  # at most half of it is hidden
     if direction == "sends":

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import shardwright
 from shardwright import clip_grad_norm_, context_parallel, fully_shard
 from shardwright.errors import InputError, StageError
+from shardwright.observe.steps.recording import ring
 from shardwright.parallel import document_positions, mean_over_tokens, shift_labels
 from tests.ranks.models import Run, both_step
 from tests.ranks.pool import on_ranks, run_ranks
@@ -76,8 +77,8 @@ def build(**options):
     return Transformer(**options).double()
 
 
-def sharded(model, mesh):
-    context_parallel(model, mesh)
+def sharded(model, mesh, attention="ulysses"):
+    context_parallel(model, mesh, attention)
     for block in model.blocks:
         fully_shard(block, mesh=mesh.shard)
     return fully_shard(model, mesh=mesh.shard)
@@ -145,6 +146,46 @@ def trains(rank, world, sizes, options):
 def test_steps_over_sequences_that_ranks_share_are_those_of_one_process(world, sizes, options):
     losses = run_ranks(world, trains, sizes, options)
     assert len(set(losses)) == 1, "the loss is equal on all ranks"
+
+
+def trains_by_a_ring(rank, world, sizes, options):
+    mesh = shardwright.mesh(**sizes)
+    model, reference = build(**options), build(**options)
+    model.around = partial(recompute, use_reentrant=False)
+    loss = train_beside(sharded(model, mesh, "ring"), mesh, reference)
+    axes = {each.axis for each in ring().records if each.kind == "wait" and each.action == "all-to-all"}
+    return loss, axes
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "options"),
+    [
+        (4, {"cp": 2}, {"heads": 3, "groups": 1, "width": 12}),  # heads that no all-to-all could spread
+        (4, {"cp": 4}, {"heads": 2, "groups": 2}),
+        (3, {"cp": 3}, {}),
+    ],
+    ids=str,
+)
+def test_steps_by_a_ring_are_those_of_one_process_whatever_the_heads_are(world, sizes, options):
+    found = run_ranks(world, trains_by_a_ring, sizes, options)
+    assert found == [(found[0][0], {"cp" if sizes["cp"] < world else ""})] * world
+
+
+@on_ranks(2)
+def test_what_a_ring_does_not_take_is_refused_with_what_does(rank, world):
+    mesh = shardwright.mesh(cp=2)
+    with pytest.raises(InputError, match=r"attention is 'rings', expected \"ulysses\" or \"ring\""):
+        context_parallel(build(), mesh, "rings")
+    model = context_parallel(build(), mesh, "ring")
+    tokens, ids = torch.zeros(1, 4, dtype=torch.long), torch.arange(4)[None] + 4 * rank
+    with pytest.raises(InputError, match=r"packed documents or dropout.*attention=\"ulysses\""):
+        model(tokens, torch.arange(4)[None])  # the second rank's begin again
+    model.blocks[0].attention.mask = torch.ones(8, 8, dtype=torch.bool)
+    with pytest.raises(InputError, match="has a mask"):
+        model(tokens, ids)
+    model = context_parallel(build(heads=1, groups=1), mesh)
+    with pytest.raises(InputError, match='choose another cp, or attention="ring"'):
+        model(tokens, ids)
 
 
 def trains_with_tensor_parallelism(rank, world):

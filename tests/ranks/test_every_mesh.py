@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 import shardwright
 from examples.experts import RoutedExperts
-from shardwright import clip_grad_norm_, context_parallel, expert_parallel, fully_shard
+from shardwright import MixedPrecisionPolicy, clip_grad_norm_, context_parallel, expert_parallel, fully_shard
 from shardwright.checkpoint import load, save
 from shardwright.errors import CheckpointError
 from shardwright.parallel import mean_over_tokens, shift_labels
@@ -140,7 +140,7 @@ def tensor_parallel(model, tp, sp):
         )
 
 
-def sharded(model, mesh, sp):
+def sharded(model, mesh, sp, **options):
     if mesh.tp is not None:
         tensor_parallel(model, mesh.tp, sp)
     if mesh.cp is not None:
@@ -148,26 +148,27 @@ def sharded(model, mesh, sp):
     if any(isinstance(block.mlp, RoutedExperts) for block in model.blocks.values()):
         expert_parallel(model, mesh)
     for block in model.blocks.values():
-        fully_shard(block, mesh=mesh.shard)
-    return fully_shard(model, mesh=mesh.shard)
+        fully_shard(block, mesh=mesh.shard, **options)
+    return fully_shard(model, mesh=mesh.shard, **options)
 
 
 SCHEDULES = [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
 
 
-def pipeline(mesh, routed, sp, make, loss_of):
+def pipeline(mesh, routed, sp, make, loss_of, dtypes=(torch.float64, torch.float64), **options):
     """This rank's stages, and a step of its schedule: tokens, positions and labels -> the loss."""
     place, size = mesh.pp.get_local_rank(), mesh.pp.size()
     second = {Schedule1F1B: [], ScheduleZBVZeroBubble: [2 * size - 1 - place]}.get(make, [place + size])
     numbers = [place, *second]
     count = size * len(numbers)
-    parts = [sharded(build(routed).stage(number, count), mesh, sp) for number in numbers]
+    stored, dtype = dtypes
+    parts = [
+        sharded(build(routed).stage(number, count).to(stored), mesh, sp, **options) for number in numbers
+    ]
     length = LENGTH // (mesh.cp.size() if mesh.cp else 1)
     ids = torch.zeros(1, length, dtype=torch.long)
-    hidden = torch.zeros(
-        1, length // (mesh.tp.size() if sp else 1), WIDTH, dtype=torch.float64, requires_grad=True
-    )
-    logits = torch.zeros(1, length, VOCAB, dtype=torch.float64, requires_grad=True)
+    hidden = torch.zeros(1, length // (mesh.tp.size() if sp else 1), WIDTH, dtype=dtype, requires_grad=True)
+    logits = torch.zeros(1, length, VOCAB, dtype=dtype, requires_grad=True)
     stages = [
         PipelineStage(
             part, number, count, torch.device("cpu"), group=mesh.pp.get_group(),
@@ -263,6 +264,55 @@ TABLE = [
 @pytest.mark.parametrize(("world", "sizes", "sp", "make"), TABLE)
 def test_every_mesh_trains_as_one_process(world, sizes, sp, make):
     run_ranks(world, trains, sizes, sp, make)
+
+
+# Roundings to bf16 between a token and the logits: in a block 2 norms, q/k/v, softmax and what it weighs,
+# out, up, gelu, down, 2 sums over "tp" and 2 residual ones; then the sum of embeddings, and the head. A
+# gradient goes that way once more for values, and once for their derivatives. Products are summed in fp32,
+# whose roundings are 2 ** 16 times smaller, and so are gradients over ranks.
+ROUNDINGS = 3 * (13 * LAYERS + 2)
+# Each rounding is at most 2 ** -8 of its value, and their signs are as good as random, so that the error of a
+# whole gradient is below 4 * sqrt(n) * u of its norm but for one of 1500 (Higham and Mary 2019, theorem 2.4,
+# with lambda = 4). A factor of 2, or a part that is missing, is more.
+BF16 = 4 * ROUNDINGS**0.5 * 2**-8
+
+
+def computes_in_bf16(rank, world, sizes, sp, make):
+    mesh, routed = shardwright.mesh(**sizes), "ep" in sizes
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCAB, (mesh.num_samples, ROWS, LENGTH), generator=generator)
+    positions = torch.arange(LENGTH)[None]
+    labels = torch.stack([shift_labels(each) for each in tokens])
+    own = {"x": tokens[mesh.sample_rank], "labels": labels[mesh.sample_rank], "position_ids": positions}
+    part = mesh.split(own)
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+    def loss_of(logits, labels):
+        assert logits.dtype == torch.bfloat16
+        total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+        return mean_over_tokens(total, (part["labels"] != -100).sum(), mesh)
+
+    if mesh.pp is None:
+        parts = [sharded(build(routed).float(), mesh, sp, **policy)]
+        loss_of(parts[0](part["x"], part["position_ids"]), part["labels"]).backward()
+    else:
+        dtypes = torch.float32, torch.bfloat16
+        parts, step_of = pipeline(mesh, routed, sp, make, loss_of, dtypes, **policy)
+        step_of(part["x"], part["position_ids"], part["labels"])
+    reference = build(routed)
+    F.cross_entropy(reference(tokens.flatten(0, 1), positions).flatten(0, 1), labels.flatten()).backward()
+    whole = dict(reference.named_parameters())
+    pairs = [(full(param.grad), whole[n].grad) for each in parts for n, param in each.named_parameters()]
+    error = sum(((ours - theirs) ** 2).sum() for ours, theirs in pairs) ** 0.5
+    norm = sum((theirs**2).sum() for _, theirs in pairs) ** 0.5
+    assert error < BF16 * norm
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("number", [place for place, each in enumerate(every_mesh()) if each[1] in IN_CI])
+def test_in_bf16_the_gradients_of_a_mesh_are_those_of_one_process_in_fp64_but_for_roundings(number):
+    world, sizes, sp, make = [*every_mesh()][number]
+    run_ranks(world, computes_in_bf16, sizes, sp, make)
 
 
 # ---- checkpoints

@@ -283,7 +283,8 @@ def test_bf16_tied_recomputed_and_accumulated_under_torchrun(place):
     the mean over thousands of bytes makes smaller), hence 1e-2 of a loss of about 5.
     """
     options = ("--training.dtype=bf16", "--model.tied_embedding=true", "--training.accumulation=2")
-    more = ("--training.activation_checkpointing=true", "--run.folder=other")
+    recomputed = ("--training.activation_checkpointing=true", "--training.offload_activations=true")
+    more = (*recomputed, "--run.folder=other")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shardwright")
     succeeded(place, *options, *more, module=torchrun)
     summary, loss = check_files(place / "other", ranks=2)

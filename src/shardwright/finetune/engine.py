@@ -23,6 +23,7 @@ from shardwright.finetune.objective import objective_of
 from shardwright.finetune.stages import cut_model, filled, run_as_stage
 from shardwright.hf import library
 from shardwright.lora import add_lora
+from shardwright.ops.activations import inputs_on_host
 from shardwright.ops.loss import loss_weights
 from shardwright.parallel import Mesh, context_parallel, expert_parallel, tensor_parallel
 from shardwright.parallel.experts import counts_in
@@ -35,6 +36,8 @@ from shardwright.train.stages import Pipeline
 from shardwright.transport.mesh import set_transport
 
 DTYPES = {"files": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+_CHECKPOINT = "_gradient_checkpointing_func"  # of modules of transformers that recompute
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +74,11 @@ def adapted_model(recipe: Recipe, mesh: Mesh | None = None) -> Any:
         add_lora(model, recipe.adapter.policy(), torch.float32)
     if recipe.training.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
+    if recipe.training.offload_activations:
+        layers = [module for module in model.modules() if hasattr(module, _CHECKPOINT)]
+        checkpoint = inputs_on_host(getattr(layers[0], _CHECKPOINT))  # one for all, which knows their order
+        for layer in layers:
+            setattr(layer, _CHECKPOINT, checkpoint)
     return model.train()
 
 

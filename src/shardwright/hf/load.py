@@ -24,6 +24,8 @@ from shardwright.errors import InputError
 from shardwright.hf import library
 from shardwright.hf.weights import under_model_names
 from shardwright.lora import Lora, adapter_names, add_lora, reset_adapters
+from shardwright.optim import balanced
+from shardwright.params.ragged import Layout
 from shardwright.policy import DEFAULT_OFFLOAD, DEFAULT_PRECISION, MixedPrecisionPolicy, OffloadPolicy
 from shardwright.quantize import quantisable, quantize_
 from shardwright.transport.cpu.pages import give_back_freed_pages
@@ -101,6 +103,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
     offload_policy: OffloadPolicy = DEFAULT_OFFLOAD,
+    layout: Layout = None,
 ) -> nn.Module:
     """Shard a model of transformers in groups from its own hints, in place. Every rank of the mesh calls it.
 
@@ -113,6 +116,7 @@ def shard(
         mesh: as for ``fully_shard``; None: all ranks.
         mp_policy: as for ``fully_shard``.
         offload_policy: as for ``fully_shard``.
+        layout: as for ``fully_shard``; owners are chosen for the whole model at once.
 
     Returns:
         The argument ``model``.
@@ -122,6 +126,7 @@ def shard(
     """
     groups = suggested(model)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
+    options["layout"] = balanced(model) if layout == "owner" else layout
     for names in (*([name] for name in groups.apart), groups.last):
         modules = [model.get_submodule(name) for name in names]
         if any(True for module in modules for _ in module.parameters()):  # a pipeline's stage lacks some

@@ -1,12 +1,16 @@
 """What ranks exchange inside of a forward, with gradients: heads for parts of the sequence, rows of
 experts, and a loss."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from shardwright.parallel.recorded import calling
+from shardwright.torch_private import ring_attention
 
 
 def exchange(tensors: Sequence[Tensor], group: dist.ProcessGroup, scatter: int, gather: int) -> list[Tensor]:
@@ -23,7 +27,8 @@ class _AllToAll(torch.autograd.Function):
         parts = [tensor.unflatten(scatter, (world, -1)).movedim(scatter, 0) for tensor in tensors]
         sent = torch.cat([part.reshape(world, -1) for part in parts], 1)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        with calling(group, "all-to-all", sent.device, axis="cp"):
+            dist.all_to_all_single(received, sent, group=group)
         arrived = zip(received.split([part[0].numel() for part in parts], 1), parts, strict=True)
         return tuple(got.view(p.shape).movedim(0, gather).flatten(gather, gather + 1) for got, p in arrived)
 
@@ -44,7 +49,9 @@ class _RowsToRanks(torch.autograd.Function):
         rows, sent, received, group = args
         ctx.back = received, sent, group
         came = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
+        met = all(received)  # else a rank may leave before the one that has no rows for it comes
+        with calling(group, "all-to-all", rows.device, met, axis="ep"):
+            dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
         return came
 
     @staticmethod
@@ -64,7 +71,8 @@ class _Mean(torch.autograd.Function):
         total, number, group = args
         number = torch.as_tensor(number, device=total.device)
         sums = torch.stack([total.double(), number.double()])  # fp32 counts up to 16 million tokens only
-        dist.all_reduce(sums, group=group)
+        with calling(group, "all-reduce", sums.device):
+            dist.all_reduce(sums, group=group)
         whole = sums[1].clamp(min=1)  # without tokens the loss is 0, and so are gradients
         ctx.factor = group.size() / whole
         return (sums[0] / whole).to(total.dtype)
@@ -72,3 +80,51 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return (grads[0] * ctx.factor).to(grads[0].dtype), None, None
+
+
+_REST = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+"""What flash kernels of devices return besides, and want back."""
+
+
+def ring(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Attention by torch's ring (Liu et al. 2023, arXiv:2310.01889): keys and values go round the ranks.
+    [batch, heads, sequence / cp, size] -> the same. Every rank of the group calls it, and takes part in its
+    backward. Without dropout."""
+    return _Ring.apply(query, key, value, group, is_causal, scale)  # type: ignore[no-any-return]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        query, key, value, group, is_causal, scale = args
+        ctx.given = {"group": group, "is_causal": is_causal, "scale": scale, "dropout_p": 0.0}
+        run, ctx.back, ctx.options = ring_attention(query.device.type)
+        with _of_parts(ctx.options, query.dtype):
+            out, sums, *rest = run(query=query, key=key, value=value, **ctx.given)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.given |= dict(zip(_REST, rest, strict=False))
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, out, sums = ctx.saved_tensors
+        with _of_parts(ctx.options, query.dtype):
+            found = ctx.back(
+                grad_out=grads[0].contiguous(), query=query, key=key, value=value, out=out, logsumexp=sums,
+                **ctx.given,
+            )  # fmt: skip
+        return *found[:3], None, None, None
+
+
+@contextmanager
+def _of_parts(options: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Torch's options meanwhile: ranks have parts in their order (``mesh.split``), not halves of two that
+    balance the load; and what is double stays so."""
+    before = vars(options).copy()
+    options.enable_load_balance, options.convert_to_f32 = False, dtype != torch.float64
+    try:
+        yield
+    finally:
+        vars(options).update(before)

@@ -18,6 +18,7 @@ from shardwright.engine.unit import is_sharded
 from shardwright.errors import InputError
 from shardwright.parallel.exchange import exchange_rows
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.recorded import calling
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -240,7 +241,8 @@ def _ask(module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: T
     """What the experts of all ranks say to rows [n, width], sorted by expert; counts: how many each gets."""
     group, world = ep.get_group(), ep.size()
     coming = torch.empty_like(counts)
-    dist.all_to_all_single(coming, counts, group=group)
+    with calling(group, "all-to-all", counts.device, axis="ep"):
+        dist.all_to_all_single(coming, counts, group=group)
     sent, received = torch.stack([counts, coming]).view(2, world, -1).sum(2).tolist()
     arrived = exchange_rows(rows, sent, received, group)
     own = torch.arange(len(counts) // world, device=rows.device).repeat(world)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.errors import InputError
 from shardwright.mesh_sizes import check_model, fill
+from shardwright.parallel.recorded import see_torchs
 from shardwright.parallel.sequence import part_of
 from shardwright.torch_private import concatenated, flattened
 from shardwright.transport.mesh import default_mesh
@@ -134,6 +135,7 @@ def mesh(
     fill(sizes, whole.size())
     if model is not None:
         _check_model(sizes, model)
+    see_torchs(tensor_parallel=sizes["tp"] > 1, pipeline=sizes["pp"] > 1)
     return _made(sizes, device_type or whole.device_type)
 
 

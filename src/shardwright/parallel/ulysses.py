@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import gcd
 from threading import get_ident
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.errors import InputError, StageError
-from shardwright.parallel.exchange import exchange, mean_of_all
+from shardwright.parallel.exchange import exchange, mean_of_all, ring
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.recorded import calling, see_torchs
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -33,7 +34,7 @@ Documents = list[list[tuple[int, int]]]
 """Of each row of a batch: where documents that are packed in it begin and end."""
 
 
-def context_parallel(model: M, mesh: Mesh) -> M:
+def context_parallel(model: M, mesh: Mesh, attention: Literal["ulysses", "ring"] = "ulysses") -> M:
     """Let a model compute sequences that are cut over the ranks of ``mesh.cp``, with exact attention.
 
     DeepSpeed-Ulysses (Jacobs et al. 2023): around each attention two all-to-alls exchange heads for parts of
@@ -52,14 +53,19 @@ def context_parallel(model: M, mesh: Mesh) -> M:
     Args:
         model: its forward takes [batch, sequence / cp] tokens and their ``position_ids``.
         mesh: what ``mesh(cp=...)`` returned. With cp=1 nothing is changed.
+        attention: "ring" sends keys and values round the ranks instead (torch's ring attention, which is
+            experimental), for heads that cp doesn't divide; sdpa without masks, packed documents or dropout.
+            Of a causal attention the first rank computes least, and waits for the others.
 
     Returns:
         The argument ``model``.
 
     Raises:
         InputError: the model calls attention by a name or implementation that can't be exchanged, or is
-            context-parallel already. Nothing is changed then.
+            context-parallel already, or there is no such ``attention``. Nothing is changed then.
     """
+    if attention not in ("ulysses", "ring"):
+        raise InputError(f'context_parallel: attention is {attention!r}, expected "ulysses" or "ring"')
     if mesh.cp is None:
         return model
     modules = [*model.modules()]
@@ -74,7 +80,9 @@ def context_parallel(model: M, mesh: Mesh) -> M:
                 f"{file} imports scaled_dot_product_attention by its name, where it can't be exchanged; call "
                 "it as torch.nn.functional.scaled_dot_product_attention"
             )
-    ulysses = _Ulysses(mesh.cp.get_group(), _take_over_library(modules))
+    ulysses = _Ulysses(mesh.cp.get_group(), _take_over_library(modules), attention == "ring")
+    if ulysses.is_ring:
+        see_torchs(tensor_parallel=True, pipeline=False)  # its messages are functional collectives
     for module in modules:
         # A recomputed module, which is called outside of the model's forward, has to know too. Leaves of
         # torch are left out: they call no attention.
@@ -137,9 +145,9 @@ _running: dict[int, _Running] = {}
 class _Ulysses:
     """The exchange of one model."""
 
-    def __init__(self, group: dist.ProcessGroup, is_librarys: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, is_librarys: bool, is_ring: bool = False) -> None:
         self.group, self.world, self.is_librarys = group, group.size(), is_librarys
-        self.num_attentions, self.was_packed = 0, False
+        self.num_attentions, self.was_packed, self.is_ring = 0, False, is_ring
         self.last: _Running | None = None
 
     def running(self, given: Tensor | None, is_root: bool) -> _Running:
@@ -163,7 +171,8 @@ class _Ulysses:
         if given.ndim != 2:
             raise InputError(f"position_ids are {list(given.shape)}, expected [batch or 1, sequence / cp]")
         parts = [torch.empty_like(given) for _ in range(self.world)]
-        dist.all_gather(parts, given.contiguous(), group=self.group)
+        with calling(self.group, "all-gather", given.device, axis="cp"):
+            dist.all_gather(parts, given.contiguous(), group=self.group)
         gathered = torch.cat(parts, 1)
         begins = (gathered.diff() != 1).nonzero().tolist()
         if not begins:
@@ -178,13 +187,26 @@ class _Ulysses:
         if query.ndim != 4 or query.shape[_HEADS] % self.world:
             raise InputError(
                 f"context_parallel: an attention's query is {list(query.shape)}, expected [batch, heads, "
-                f"sequence / cp, head size] with heads that cp={self.world} divides; choose another cp"
+                f"sequence / cp, head size] with heads that cp={self.world} divides; choose another cp, or "
+                'attention="ring"'
             )
         self.num_attentions += 1
         times = self.world // gcd(self.world, key.shape[_HEADS])
         if times > 1:  # each rank needs those of its own heads
             key, value = (each.repeat_interleave(times, _HEADS) for each in (key, value))
         return exchange((query, key, value), self.group, _HEADS, _SEQUENCE)
+
+    def ring(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        """[batch, heads, sequence / cp, size] -> the same. Raises: InputError."""
+        if query.ndim != 4 or query.shape[_SEQUENCE] != key.shape[_SEQUENCE]:
+            raise InputError(
+                f"context_parallel: a query is {list(query.shape)} and its key {list(key.shape)}, expected "
+                "[batch, heads, sequence / cp, head size], as many tokens in both for a ring"
+            )
+        self.num_attentions += 1
+        times = query.shape[_HEADS] // key.shape[_HEADS]
+        key, value = (each.repeat_interleave(times, _HEADS) if times > 1 else each for each in (key, value))
+        return ring(query, key, value, self.group, is_causal, scale)
 
     def mask_of(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         """A mask of the whole sequence for this rank's heads, 4-D. Raises: InputError."""
@@ -251,6 +273,13 @@ def _attention(
     if not _running or (running := _running.get(get_ident())) is None:
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
     ulysses, documents = running.ulysses, running.documents
+    if ulysses.is_ring:
+        if attn_mask is not None or documents is not None or dropout_p:
+            raise InputError(
+                "context_parallel: an attention has a mask, packed documents or dropout, which torch's ring "
+                'doesn\'t take; choose attention="ulysses"'
+            )
+        return ulysses.ring(query, key, value, is_causal, options.get("scale"))
     query, key, value = ulysses.to_heads(query, key, value)
     mask = ulysses.mask_of(attn_mask, query, key)
     if documents is None:
@@ -319,6 +348,8 @@ def _librarys_attention(inner: Callable[..., Any], is_sdpa: bool) -> Callable[..
                     'mask of all; load the model with attn_implementation="flash_attention_2"'
                 )
             return inner(module, query, key, value, None, **options)  # calls `_attention`
+        if running.ulysses.is_ring:
+            raise InputError('attention="ring" takes a model with attn_implementation="sdpa"')
         if options.get("s_aux") is not None:
             raise InputError(f"{type(module).__name__} has attention sinks, which aren't exchanged")
         options["position_ids"] = running.gathered

@@ -226,6 +226,11 @@ class TrainingConfig(Section):
         default=False,
         description="recompute each block's activations in the backward instead of keeping them",
     )
+    offload_activations: bool = Field(
+        default=False,
+        description="with activation_checkpointing: what blocks were given lies on the host until the "
+        "backward; on CPU ranks it is there anyway",
+    )
     offload: Offload = Field(
         default="none",
         description="what is on the host between uses: nothing, the optimizer's state and step, or "
@@ -441,6 +446,13 @@ class Recipe(Section):
             wrong.append("training.loss: the model of [model] learns by cross-entropy; leave it out")
         elif self.adapter.rank or self.base.quantise != "none":
             wrong.append("adapter, base.quantise: they are for a model of [base]; set base.folder")
+        if self.training.offload_activations and not (
+            self.training.activation_checkpointing and self.launch.backend == "eager"
+        ):
+            wrong.append(
+                'training.offload_activations: inputs of recomputed blocks move, on "eager"; set '
+                "training.activation_checkpointing = true"
+            )
         if self.training.offload != "none" and self.launch.backend != "eager":
             wrong.append('training.offload: shards lie on the host on "eager" only; leave it out')
         if self.training.on_nonfinite == "skip" and self.launch.backend != "eager":

@@ -25,7 +25,8 @@ from shardwright.errors import ConfigError
 from shardwright.lora import trained_part
 from shardwright.module import FSDPModule
 from shardwright.observe.memory.report import Category, MemoryReport
-from shardwright.optim import Muon, hidden_matrices
+from shardwright.ops.owned import other_params, owned_params
+from shardwright.optim import Muon, balanced
 from shardwright.parallel import Mesh, context_parallel
 from shardwright.plan.file import OFFLOADS, Plan
 from shardwright.policy import MixedPrecisionPolicy
@@ -50,7 +51,11 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
     root's own group, because the root multiplies by the embedding's weight.
     """
     with torch.device("meta"):
-        model = Transformer(recipe.model, activation_checkpointing=recipe.training.activation_checkpointing)
+        model = Transformer(
+            recipe.model,
+            activation_checkpointing=recipe.training.activation_checkpointing,
+            inputs_on_host=recipe.training.offload_activations,
+        )
     cut(model, Parts(["embedding"], "blocks", ["norm", "head"]), place.mesh)
     set_transport(recipe.schedule.transport)
     if recipe.training.plan:
@@ -65,6 +70,8 @@ def build_model(recipe: Recipe, place: RankPlace) -> Transformer:
 
 def _shard_by_blocks(model: Transformer, recipe: Recipe, place: RankPlace) -> None:
     options = policies_of(recipe)
+    if options["layout"] == "owner":
+        options["layout"] = balanced(model)  # for all blocks at once
     groups = [[block] for block in model.blocks]
     if model.head is not None:
         groups += [[model.embedding], [model.norm, model.head]]
@@ -101,23 +108,25 @@ def precision_of(recipe: Recipe) -> MixedPrecisionPolicy:
 
 
 def policies_of(recipe: Recipe) -> dict[str, Any]:
-    """Arguments of ``fully_shard``: what ``training.dtype`` and ``training.offload`` say."""
-    return {"mp_policy": precision_of(recipe), "offload_policy": OFFLOADS[recipe.training.offload]}
+    """Arguments of ``fully_shard``: what ``training.dtype``, ``training.offload`` and the optimizer say."""
+    layout = "owner" if recipe.optimizer.kind == "muon" else None
+    policies = {"mp_policy": precision_of(recipe), "offload_policy": OFFLOADS[recipe.training.offload]}
+    return {**policies, "layout": layout}
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Any:
     """AdamW (or Muon and AdamW) over the (sharded) parameters that are trained; matrices are decayed, vectors
     are not."""
-    names = hidden_matrices(model) if config.kind == "muon" else []
-    parameters = [p for name, p in model.named_parameters() if p.requires_grad and name not in names]
+    is_muon = config.kind == "muon"
+    parameters = [p for p in (other_params(model) if is_muon else model.parameters()) if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if config.kind == "muon":
+    if is_muon:
         return Muon(
-            [model.get_parameter(name) for name in names],
+            owned_params(model),
             lr=config.lr,
             weight_decay=config.weight_decay,
             adjust_lr_fn="match_rms_adamw",

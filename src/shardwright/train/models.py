@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.ops.activations import inputs_on_host as on_host
 from shardwright.recipe.config import ModelConfig
 from shardwright.train.flops import flops_per_token
 
@@ -94,10 +95,13 @@ class Transformer(nn.Module):
     parameter is shared between two modules, and the embedding must be sharded with the root.
     """
 
-    def __init__(self, config: ModelConfig, *, activation_checkpointing: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, *, activation_checkpointing: bool = False, inputs_on_host: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
+        self.checkpoint = on_host(checkpoint) if inputs_on_host else checkpoint
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim)
@@ -110,7 +114,7 @@ class Transformer(nn.Module):
         rotary = rotary_angles(tokens.shape[1], head_dim, self.config.rope_theta, x, first)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, rotary, use_reentrant=False)
+                x = self.checkpoint(block, x, rotary, use_reentrant=False)
             else:
                 x = block(x, rotary)
         x = self.norm(x)

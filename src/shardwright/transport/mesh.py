@@ -179,6 +179,9 @@ def _axis(mesh: DeviceMesh, shards: tuple[bool, ...]) -> Axis:
     replicate = None
     if False in shards and len(ranks[shards.index(False)]) > 1:
         replicate = comm_of(mesh.get_group(shards.index(False)), device_type)
+    for each, sharded in ((comm, True), (replicate, False)):
+        if each is not None and mesh.mesh_dim_names:
+            each.log.axis = each.host.log.axis = mesh.mesh_dim_names[shards.index(sharded)]
     return Axis(mesh, shards, _device(device_type), comm or _solo(device_type), replicate)
 
 

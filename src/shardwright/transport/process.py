@@ -81,7 +81,7 @@ class ProcessState:
     recorder: what ran in the last steps. loops, device_times: of all transports that are alive. streams,
         events: by device and thread, see ``Streams.of`` and ``Due``.
     num_pages: pages of steps that ranks have written together. num_logs: launch logs that were made, by ranks
-        and kind. probes: see ``is_closed``.
+        and kind. num_called: waits in collectives of torch's, by name. probes: see ``is_closed``.
     destroyed_ns: when the last default process group was, in nanoseconds since 1970; 0: none was.
     is_ours, transport: what was chosen by ``set_process`` and ``set_transport``. told: warnings given once.
     """
@@ -103,6 +103,7 @@ class ProcessState:
         self.recorder = Recorder()
         self.num_pages = 0
         self.num_logs: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self.num_called: Counter[str] = Counter()
         self.loops: WeakSet[Any] = WeakSet()
         self.device_times: WeakSet[Any] = WeakSet()
         self.streams: dict[tuple[torch.device, int], Any] = {}
@@ -190,13 +191,14 @@ class LaunchLog:
     name: the same on all its ranks. ranks: of the default process group, in the transport's order.
     operations: of c10d that launches became, where the transport says so (``became``).
     ended: places on the transport of those whose connection to this one is closed. broken: why nothing can
-    be launched any more; "" while it can. in_memory: it moves bytes in memory that its ranks share.
+    be launched any more; "" while it can. in_memory: it moves bytes in memory that its ranks share. axis: of
+    the mesh, "" where that has no names.
     """
 
     def __init__(self, ranks: Sequence[int], kind: str = "") -> None:
         self.ranks = tuple(ranks)
         self.ended: set[int] = set()
-        self.broken = ""
+        self.broken = self.axis = ""
         self.in_memory = False
         self._groups: list[ref[ProcessGroup]] = []
         # Ranks make the transports of one set of ranks in one order, so counting gives each the same name on

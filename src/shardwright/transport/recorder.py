@@ -18,6 +18,8 @@ they have them); nothing else reads these tuples:
     STALL    name of the transport, number, at                      the compute stream came to wait for it
     HELD     at, bytes allocated, of states, of what is other       now and then (engine/step/executor.py)
     USE      what the kernel counts of the thread, at               see ``ThreadUse``; anywhere between
+    CALLED   name, axis, ranks, key, number, phase, issue, start, end, met, link    the thread was blocked in
+             a collective, or a message, of no transport of ours (parallel/recorded.py)
 
 A record costs below a microsecond (``bench/host.py``), and keeps nothing alive but tuples and names.
 """
@@ -41,7 +43,7 @@ STEPS = 64
 """Steps that are remembered."""
 MOST = 100_000
 """Records of all of them: where steps have more, fewer steps are remembered."""
-CALL, PHASE, ACTION, LAUNCH, WAIT, DONE, SPAN, LINE, DEVICE, STALL, HELD, USE = range(12)
+CALL, PHASE, ACTION, LAUNCH, WAIT, DONE, SPAN, LINE, DEVICE, STALL, HELD, USE, CALLED = range(13)
 LOOK_S = 0.008
 """Seconds, at least, between two looks at what the kernel counts."""
 _COLLECTION_S = 200e-6  # a collection of garbage that takes less isn't worth a record

@@ -4,7 +4,7 @@
     gather    takes a group's buffer, copies the own shard in, launches its all-gather
     reduce    casts and pads gradients, launches their reduce-scatter into memory of its own
     second    launches what follows a reduce-scatter: an all-reduce over copies, the hop between nodes
-    offload   copies sums to pinned memory of the host; made when the first one is
+    offload   copies sums and activations to pinned memory of the host, and back; made when the first one is
 
 Device memory belongs to the stream that it was taken on: given back, it is handed out there again at once, in
 the order of that stream. ``record_stream`` would make that safe for other streams by holding freed memory
@@ -27,6 +27,8 @@ until the host looks again, so that peaks depend on timing. It isn't used; inste
 7. The host reads what offload has copied, and writes shards that lie in its memory, only after it has waited
    for offload, and for what compute and gather had queued: at the end of a backward, and before the step of
    an optimizer. Nowhere else does it wait.
+8. What comes back from the host is copied by offload, so after it was copied there, into memory that offload
+   takes only after what compute had queued by then. Compute waits for it once before it reads it.
 
 An event is recorded where one of these begins and waited for at most once. tests/pure/test_streams.py lets
 streams run as far apart as events allow and finds every race, also that each rule is needed.
@@ -237,6 +239,13 @@ class Streams:
         with self._offload:
             yield
         self._offloaded = Due(self._offload), [*sums]
+
+    def fetch(self, there: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Due]:
+        """What was offloaded, on the device again, and what compute is to wait for (rule 8)."""
+        Due(self._current()).wait(self._offload)
+        with self._offload:
+            back = there.to(device, copy=True, non_blocking=True)
+        return back, Due(self._offload)
 
     def arrive(self) -> None:
         """The host waits until all that was copied to it is there (rule 7)."""

@@ -4,19 +4,21 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwright.observe.steps.rings import Record, Ring
+from shardwright.observe.steps.rings import Record, Ring, coordinates
 from shardwright.schedule.schedule import EventKind, event_in_words
 
 
 class LateRank(NamedTuple):
     """rank: that waited in ``wait``. late: the rank that came last, at ``came_s``; it did ``did``, a record
-    of its own (None where its ring has none). By the clock of the rings."""
+    of its own (None where its ring has none). place: its coordinate on the axis of the wait. By the clock of
+    the rings."""
 
     rank: int
     wait: Record
     late: int
     came_s: float
     did: Record | None
+    place: int | None = None
 
     @property
     def fault_s(self) -> float:
@@ -30,7 +32,8 @@ class LateRank(NamedTuple):
         if self.fault_s <= 0:
             return f"{waited} in {what}: all had come, the link is at work"
         did = "" if self.did is None else f", which was in {doing(self.did)}"
-        return f"{waited} in {what}, {1e3 * self.fault_s:.2f} ms of them for rank {self.late}{did}"
+        late = f"rank {self.late}" + ("" if self.place is None else f" ({self.wait.axis} {self.place})")
+        return f"{waited} in {what}, {1e3 * self.fault_s:.2f} ms of them for {late}{did}"
 
 
 def late_ranks(rings: Sequence[Ring]) -> list[LateRank]:
@@ -40,7 +43,7 @@ def late_ranks(rings: Sequence[Ring]) -> list[LateRank]:
         for each in ring.records:
             if each.kind == "collective":
                 launched.setdefault((each.transport, each.number), {})[ring.rank] = each.issue
-    tiles, found = {}, []
+    tiles, found, places = {}, [], coordinates(rings)
     for ring in rings:
         own = [each for each in ring.records if each.kind in (*_TILES, "action", "wait")]
         tiles[ring.rank] = own, [each.start for each in own]
@@ -52,7 +55,8 @@ def late_ranks(rings: Sequence[Ring]) -> list[LateRank]:
                 late = max(others, key=others.__getitem__)
                 own, starts = tiles[late]
                 did = _most(own, starts, wait.start, others[late])
-                found.append(LateRank(ring.rank, wait, late, others[late], did))
+                place = places.get(late, {}).get(wait.axis)
+                found.append(LateRank(ring.rank, wait, late, others[late], did, place))
     return found
 
 
@@ -75,9 +79,14 @@ def _most(records: Sequence[Record], starts: Sequence[float], start: float, end:
 
 def collective(record: Record) -> str:
     """A collective in words, or a wait for one."""
-    if record.action == "words":
-        return "an agreement of ranks"
-    return f"{record.action} {called(record.groups)}".strip()
+    what = "an agreement of ranks" if record.action == "words" else record.action
+    return " ".join(filter(None, (what, called(record.groups), over(record.axis))))
+
+
+def over(*axes: str) -> str:
+    """The axes of a mesh in words; "" of none."""
+    named = ", ".join(filter(None, axes))
+    return f"over {named}" if named else ""
 
 
 def called(groups: Sequence[str]) -> str:

@@ -18,13 +18,14 @@ Whose link it is that is slow: ``slow_links.py``.
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwright.columns import in_columns
 from shardwright.observe.ledger.causes import GARBAGE, LINK, NOBODY, QUOTA, REMEDIES, REST, SCHEDULE, WORK
+from shardwright.observe.ledger.late import over
 from shardwright.observe.ledger.slices import Slice, slices
 from shardwright.observe.ledger.slow_links import slow_links, whose_link
-from shardwright.observe.steps.rings import Record, Ring
+from shardwright.observe.steps.rings import Record, Ring, coordinates
 
 _IN_STEP = 0.1  # of the lateness: ranks that launched nearer to each other than that were in step
 _FAR_BACK = 400  # collectives
@@ -39,7 +40,8 @@ class Line(NamedTuple):
     """``seconds`` of a step of ``rank`` went to ``cause``.
 
     whose: doing that is: its own, or a late rank's; of a link that is slower than the others its rank's, else
-    NOBODY's. detail: where: a module, a line of the user's, a transport.
+    NOBODY's. detail: where: a module, a line of the user's, a transport. axis: of the mesh, over which was
+    waited; "" where nobody did, or the axis has no name.
     """
 
     rank: int
@@ -48,23 +50,32 @@ class Line(NamedTuple):
     whose: int
     seconds: float
     detail: str = ""
+    axis: str = ""
 
 
 class Loss(NamedTuple):
-    """What a cause at a rank has cost all ranks together, in seconds."""
+    """What a cause at a rank has cost all ranks together, in seconds. axes: over which they waited for it."""
 
     cause: str
     whose: int
     seconds: float
     detail: str = ""
+    axes: tuple[str, ...] = ()
 
 
 class Ledger(NamedTuple):
-    """lines: of all ranks and steps. seconds: how long each (rank, step) took. hosts: by rank."""
+    """lines: of all ranks and steps. seconds: how long each (rank, step) took. hosts: by rank. places: by
+    rank on the axes of meshes."""
 
     lines: list[Line]
     seconds: Mapping[tuple[int, int], float]
     hosts: Mapping[int, str]
+    places: Mapping[int, Mapping[str, int]] = {}
+
+    def named(self, rank: int) -> str:
+        """A rank with its host and its coordinates."""
+        places = "".join(f", {axis} {place}" for axis, place in self.places.get(rank, {}).items())
+        return f"rank {rank} ({self.hosts[rank]}{places})"
 
     def of(self, rank: int, step: int) -> list[Line]:
         """The lines of one step of one rank, the largest first. Their sum is the step."""
@@ -75,12 +86,14 @@ class Ledger(NamedTuple):
         """What the steps lost, and to whom, the largest first: all but a rank's own work."""
         wanted = None if steps is None else set(steps)
         cost: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        waited: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for line in self.lines:
             own_work = line.whose == line.rank and line.cause in WORK
             if line.cause != REST and not own_work and (wanted is None or line.step in wanted):
                 cost[line.cause, line.whose][line.detail] += line.seconds
+                waited[line.cause, line.whose][line.axis] += line.seconds
         found = [
-            Loss(cause, whose, sum(parts.values()), _where(parts)) for (cause, whose), parts in cost.items()
+            Loss(*key, sum(parts.values()), _where(parts), _axes(waited[key])) for key, parts in cost.items()
         ]
         return sorted(found, key=lambda loss: -loss.seconds)
 
@@ -108,7 +121,7 @@ def booked(rings: Sequence[Ring], steps: Iterable[int] | None = None) -> Ledger:
             if step.number in wanted:
                 seconds[ring.rank, step.number] = step.end - step.start
                 lines += books.step(ring.rank, step.number, step.start, step.end)
-    return Ledger(lines, seconds, {ring.rank: ring.host for ring in rings})
+    return Ledger(lines, seconds, {ring.rank: ring.host for ring in rings}, coordinates(rings))
 
 
 class _Parts(NamedTuple):
@@ -157,26 +170,32 @@ class _Books:
     def step(self, rank: int, number: int, start: float, end: float) -> list[Line]:
         """All of one step; what no slice covers is the rest."""
         profile = self._profile(rank, start, end)
-        lines = [Line(rank, number, *key, seconds, detail) for key, (seconds, detail) in profile.items()]
+        lines = [Line(rank, number, *key, *said) for key, said in profile.items()]
         rest = end - start - sum(line.seconds for line in lines)
         return [*lines, Line(rank, number, REST, rank, max(rest, 0.0))]
 
-    def _profile(self, rank: int, start: float, end: float) -> dict[tuple[str, int], tuple[float, str]]:
-        """Seconds by (cause, whose) between two times, with the detail that most of them have."""
+    def _profile(self, rank: int, start: float, end: float) -> dict[tuple[str, int], tuple[float, str, str]]:
+        """Seconds by (cause, whose) between two times, with the detail and axis that most of them have."""
         own, starts = self._slices[rank], self._starts[rank]
         spent: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        waited: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for each in own[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, end)]:
             seconds = min(each.end, end) - max(each.start, start)
             if seconds <= 0:
                 continue
             if each.wait is None:
                 spent[each.cause, rank][each.detail] += seconds
+                waited[each.cause, rank][""] += seconds
                 continue
             lines = self._waits.get((rank, each.start), ())
             total = sum(line.seconds for line in lines) or 1.0
             for line in lines:
                 spent[line.cause, line.whose][line.detail] += seconds * line.seconds / total
-        return {key: (sum(parts.values()), _where(parts)) for key, parts in spent.items()}
+                waited[line.cause, line.whose][line.axis] += seconds * line.seconds / total
+        return {
+            key: (sum(parts.values()), _where(parts), max(waited[key], key=waited[key].__getitem__))
+            for key, parts in spent.items()
+        }
 
     def _apart(self, rank: int, each: Slice, wait: Record) -> _Parts:
         key = wait.transport, wait.number
@@ -199,7 +218,7 @@ class _Books:
             late,
             late_s=total_s - left_s,
             usual_s=left_s - slower_s,
-            on_demand=each.start - wait.issue < _ON_DEMAND * took_s,
+            on_demand=not wait.is_torchs and each.start - wait.issue < _ON_DEMAND * took_s,
             held=(cause, who),
             held_s=held_s,
             slow_s=((wait.link, link_s), ((rank,), slow_s - link_s)),
@@ -220,7 +239,7 @@ class _Books:
         for ends, seconds in part.slow_s:
             whose, where = whose_link(ends, self._slow)
             lines.append(Line(rank, 0, LINK, whose, seconds, where or wait.transport))
-        return [line for line in lines if line.seconds > 0]
+        return [line._replace(axis=wait.axis) for line in lines if line.seconds > 0]
 
     def _held(self, rank: int, start: float, end: float) -> tuple[float, str, int]:
         """Seconds between two times, at most, in which something held up a rank with all of its threads, what
@@ -239,17 +258,17 @@ class _Books:
         own_from, late_from = self._in_step(rank, late, key, late_s)
         theirs = self._profile(late, late_from, self._issues[key][late])
         ours = self._profile(rank, own_from, self._issues[key][rank])
-        more = {}
-        for (cause, whose), (seconds, detail) in theirs.items():
+        more: dict[tuple[str, int], tuple[Any, ...]] = {}
+        for (cause, whose), (seconds, detail, _) in theirs.items():
             same = (cause, rank if whose == late and cause != LINK else whose)
-            extra = seconds - ours.get(same, (0.0, ""))[0]
+            extra = seconds - ours.get(same, (0.0,))[0]
             if extra > 0.05 * late_s:
                 more[cause, whose] = (extra, detail)
         if not more:  # it did nothing longer: what it did when this rank waited
             waited_from = self._issues[key][late] - late_s
             more = self._profile(late, waited_from, self._issues[key][late]) or {(REST, late): (1.0, "")}
-        total = sum(extra for extra, _ in more.values())
-        return {who: (extra / total, detail) for who, (extra, detail) in more.items()}
+        total = sum(extra for extra, *_ in more.values())
+        return {who: (extra / total, detail) for who, (extra, detail, *_) in more.items()}
 
     def _in_step(self, rank: int, late: int, key: tuple[str, int], late_s: float) -> tuple[float, float]:
         """When both launched the last collective before this one at which the late rank wasn't late yet."""
@@ -286,6 +305,13 @@ def _where(parts: Mapping[str, float]) -> str:
     return place if parts[place] >= _IN_PLACE * sum(parts.values()) else ""
 
 
+def _axes(seconds: Mapping[str, float]) -> tuple[str, ...]:
+    """Axes over which a good part of these seconds was waited, the most first."""
+    waited = {axis: each for axis, each in seconds.items() if axis}
+    order = sorted(waited, key=lambda axis: -waited[axis])
+    return tuple(axis for axis in order if waited[axis] >= _IN_PLACE * sum(waited.values()))
+
+
 def _usual_rates(
     rings: Sequence[Ring], issues: Mapping[tuple[str, int], Mapping[int, float]]
 ) -> dict[tuple[str, str, int], float]:
@@ -316,9 +342,10 @@ def table(ledger: Ledger, step: int, ranks: Sequence[int] | None = None) -> str:
 
 def _name(line: Line, rank: int) -> str:
     if line.cause == LINK and line.whose != NOBODY:
-        return f"link of rank {line.whose}"
+        return f"link of rank {line.whose} {over(line.axis)}".strip()
     late = line.whose not in (rank, NOBODY)
-    return f"late: rank {line.whose}, {line.cause}" if late else line.cause
+    cause = f"late: rank {line.whose}, {line.cause}" if late else line.cause
+    return f"{cause} {over(line.axis)}".strip()
 
 
 def _ms(seconds: float) -> str:
@@ -333,16 +360,14 @@ def summary(ledger: Ledger) -> str:
         return ""
     lines = [f"of the last {steps} step(s), {1e3 * total / len(ledger.seconds):.1f} ms each, the ranks lost:"]
     for loss in ledger.losses()[:5]:
-        whose = "" if loss.whose == NOBODY else f"  rank {loss.whose} ({ledger.hosts[loss.whose]})"
-        detail = f"  {loss.detail}" if loss.detail else ""
-        lines.append(f"  {100 * loss.seconds / total:5.1f}%  {loss.cause}{whose}{detail}")
+        whose = "" if loss.whose == NOBODY else ledger.named(loss.whose)
+        said = "  ".join(filter(None, (loss.cause, whose, loss.detail, over(*loss.axes))))
+        lines.append(f"  {100 * loss.seconds / total:5.1f}%  {said}")
     if (first := ledger.losses()[:1]) and first[0].cause in REMEDIES:
         lines.append(f"against {first[0].cause}: {REMEDIES[first[0].cause]}")
     late = ledger.late()
     if late and world > 1:
         rank = max(late, key=late.__getitem__)
         share = late[rank] * world / total
-        lines.append(
-            f"most waited for: rank {rank} ({ledger.hosts[rank]}), {100 * share:.1f}% of the others' time"
-        )
+        lines.append(f"most waited for: {ledger.named(rank)}, {100 * share:.1f}% of the others' time")
     return "\n".join(lines)

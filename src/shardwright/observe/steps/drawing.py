@@ -23,6 +23,7 @@ COLOURS = {
     "gather": "#2a9d5c",
     "reduce": "#d9822b",
     "all-reduce": "#8e5bb5",
+    "exchange": "#7a9e3b",
     "copies": "#a0614f",
     "host": "#7f7f7f",
     "states": "#4c5b8c",

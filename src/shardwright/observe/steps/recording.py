@@ -19,6 +19,7 @@ from shardwright.transport.process import Launch, process_state
 from shardwright.transport.recorder import (
     ACTION,
     CALL,
+    CALLED,
     DEVICE,
     DONE,
     HELD,
@@ -34,7 +35,7 @@ from shardwright.transport.recorder import (
     ThreadUse,
 )
 
-VERBS = ("all-gather", "reduce-scatter", "all-reduce")
+VERBS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "point-to-point")
 _HALVES = ("reduce", "spread")  # of an all-reduce
 _OF_GRADS = {ActionKind.HOLD, ActionKind.REDUCE, ActionKind.WAIT_REDUCE, ActionKind.ALL_REDUCE}
 _SEEN = ("compute", "outside", "span")
@@ -50,7 +51,8 @@ def ring(last: int = STEPS) -> Ring:
         starts.append((starts[-1][0] + 1, ended_s))
     ends = [at for _, at in starts[1:]] + [clock.perf_counter()]
     steps = [RecordedStep(*start, end) for start, end in zip(starts, ends, strict=True)][-last:]
-    reader = _Reader(steps)
+    logs = process_state.logs
+    reader = _Reader(steps, {log.name: log.axis for log in logs})
     for _, _, written in kept[-last - 1 :]:
         for each in written:
             reader.read[each[0]](*each[1:])
@@ -59,7 +61,7 @@ def ring(last: int = STEPS) -> Ring:
         dist.get_rank() if joined else 0,
         dist.get_world_size() if joined else 1,
         socket.gethostname(),
-        {log.name: log.ranks for log in process_state.logs},
+        {log.name: log.ranks for log in logs} | reader.called,
         steps,
         reader.records(),
         [each for each in reader.memory if each[0] >= steps[0].start],
@@ -86,6 +88,8 @@ class _Reader:
     """Reads tuples in the order in which they were written."""
 
     steps: Sequence[RecordedStep]
+    axes: dict[str, str] = field(default_factory=dict)
+    called: dict[str, tuple[int, ...]] = field(default_factory=dict)
     memory: list[tuple[float, int]] = field(default_factory=list)
     held: list[tuple[float, int, int, int]] = field(default_factory=list)
     _stalls: list[tuple[float, str, int]] = field(default_factory=list)
@@ -112,6 +116,7 @@ class _Reader:
             STALL: lambda transport, number, at: self._stalls.append((at, transport, number)),
             HELD: lambda *held: self.held.append(held),
             USE: self._use,
+            CALLED: self._called,
         }
 
     def _call(self, labels: Any, event: Event, _: Any, start: float, end: float, held_nbytes: int) -> None:
@@ -145,7 +150,14 @@ class _Reader:
         self._fresh.append(made)
 
     def _wait(
-        self, transport: str, launch: Launch, thread: int, start: float, end: float, *link: Any
+        self,
+        transport: str,
+        launch: Launch,
+        thread: int,
+        start: float,
+        end: float,
+        link: tuple[int, ...] = (),
+        link_s: float = 0.0,
     ) -> None:
         kind = "wait" if thread == process_state.thread else "background"
         known = self._collectives.get((transport, launch.number))
@@ -155,7 +167,7 @@ class _Reader:
         self._found.append(
             Record(
                 kind, _verb(launch.key), groups, step, phase, nbytes, issue, start, end, transport,
-                launch.number, launch.key, False, *link,
+                launch.number, launch.key, False, link, link_s, self.axes.get(transport, ""),
             )
         )  # fmt: skip
         if known is not None and not known.met:
@@ -170,6 +182,17 @@ class _Reader:
         known = self._collectives.get((transport, number))
         if known is not None:  # what a device has ended all ranks had launched
             known.start, known.end, known.met = start, end, True
+
+    def _called(self, name: str, axis: str, ranks: tuple[int, ...], key: str, *rest: Any) -> None:
+        number, phase, issue, start, end, met, link = rest
+        self.called[name] = ranks
+        of = Record(
+            "collective", _verb(key), (), self._step(issue), phase, 0, issue, issue, end, name, number, key,
+            met, axis=axis,
+        )  # fmt: skip
+        self._found.append(of)
+        if start is not None:
+            self._found.append(of._replace(kind="wait", start=start, met=False, link=link))
 
     def _span(self, what: str, note: str, start: float, end: float) -> None:
         if what != "gc":
@@ -225,7 +248,8 @@ class _Reader:
                 Record(
                     "collective", _verb(each.launch.key), each.groups, self._step(each.at), each.phase,
                     each.nbytes, each.at, each.start or each.at, each.end, transport, number,
-                    each.launch.key, each.met, *each.link,
+                    each.launch.key, each.met, axis=self.axes.get(transport, ""),
+                    **dict(zip(("link", "link_s"), each.link, strict=False)),
                 )
             )  # fmt: skip
         self._stretches()

@@ -16,11 +16,13 @@ collective  a verb                              from its launch until all that i
                                                 beside compute
 
 The first five tile the time of the training thread, apart from gc. Verbs: "all-gather", "reduce-scatter",
-"all-reduce" and "words". Groups are named by their modules.
+"all-reduce", "words", and of other groups "all-to-all" and "point-to-point", whose bytes aren't known.
+Groups are named by their modules.
 """
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +42,8 @@ class Record(NamedTuple):
     met: whether all ranks of the transport had launched it by ``end``. link: ranks of the job, () where a
     transport sends no messages of its own; of a wait the sender and the receiver of what came last, and no
     other message was missing for the last ``link_s`` seconds. Of a collective those of the message that took
-    longest, and how long; the receiver alone, where another one took half as long.
+    longest, and how long; the receiver alone, where another one took half as long. axis: of the mesh, over
+    which ranks were waited for; "" where it has no name.
     """
 
     kind: str
@@ -58,6 +61,22 @@ class Record(NamedTuple):
     met: bool = False
     link: tuple[int, ...] = ()
     link_s: float = 0.0
+    axis: str = ""
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it is in a collective of no transport of ours: nobody could have launched it before."""
+        return self.note == self.action
+
+
+def coordinates(rings: Sequence["Ring"]) -> dict[int, dict[str, int]]:
+    """By rank its places on the axes of meshes, by name, as far as anything went over them."""
+    found: dict[int, dict[str, int]] = {}
+    for ring in rings:
+        for name, axis in {each.transport: each.axis for each in ring.records if each.axis}.items():
+            for place, rank in enumerate(ring.transports.get(name, ())):
+                found.setdefault(rank, {})[axis] = place
+    return found
 
 
 class RecordedStep(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwright.columns import in_words
 from shardwright.errors import InputError, MissingExtra
 from shardwright.observe.ledger.causes import LINK, SCHEDULE
-from shardwright.observe.ledger.late import LateRank, called, collective, doing, late_ranks
+from shardwright.observe.ledger.late import LateRank, called, collective, doing, late_ranks, over
 from shardwright.observe.ledger.ledger import Ledger, booked
 from shardwright.observe.memory.report import Category
 from shardwright.observe.steps.clocks import offsets, on_one_clock
@@ -26,7 +26,13 @@ from shardwright.observe.steps.step_memory import levels
 from shardwright.observe.steps.trace_events import trace_events
 from shardwright.plan.file import Plan
 
-_LANES = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce"}
+_LANES = {
+    "all-gather": "gather",
+    "reduce-scatter": "reduce",
+    "all-reduce": "reduce",
+    "all-to-all": "exchange",
+    "point-to-point": "exchange",
+}
 _MOVES = ("unshard", "participate", "wait", "reduce", "wait-reduce", "all-reduce", "finalize", "words")
 _SHOWN = 0.004  # of the step: shorter waits have no arrow
 _MOST_ARROWS = 60
@@ -95,10 +101,12 @@ def draw(
     start, end = min(r.steps[0].start for r in rings), max(r.steps[-1].end for r in rings)
     bars, lanes, notes = _predicted_bars(predicted, start)
     shades: list[Shade] = []
+    exchanged = any(_LANES.get(each.action) == "exchange" for ring in rings for each in ring.records)
     for ring in rings:
         name = f"rank {ring.rank}"
         thread = _threads(ring)[0]
-        lanes += [f"{name} {lane}" for lane in dict.fromkeys((thread, "compute", "gather", "reduce", "wait"))]
+        moves = [each for each in ("gather", "reduce", "exchange") if each != "exchange" or exchanged]
+        lanes += [f"{name} {lane}" for lane in dict.fromkeys((thread, "compute", *moves, "wait"))]
         bars += [bar for each in ring.records if (bar := _bar(name, thread, each)) is not None]
         bars += [Bar(f"{name} {thread}", *each, kind=SCHEDULE) for each in _own_schedule(ring)]
         shades += [Shade(f"{name} compute", f"{name} wait", *each) for each in _exposed(ring)]
@@ -157,7 +165,7 @@ def _exposed(ring: Ring) -> list[tuple[float, float]]:
     if _threads(ring)[0] == "host":
         moved = [r for r in ring.records if r.kind == "device" and r.action != "compute"]
     else:
-        moved = [r for r in ring.records if r.kind == "action" and r.action in _MOVES]
+        moved = [r for r in ring.records if (r.kind == "action" and r.action in _MOVES) or r.kind == "wait"]
     return _joined((each.start, each.end) for each in moved)
 
 
@@ -215,6 +223,8 @@ def _shares(ring: Ring, ledger: Ledger | None) -> str:
         elif each.kind in ("outside", "span"):
             seconds[each.action] = seconds.get(each.action, 0.0) + took
     seconds[exposed] = sum(end - start for start, end in _exposed(ring))
+    if _threads(ring)[0] != "host":  # inside of a forward or backward
+        seconds["compute"] -= sum(r.end - r.start for r in ring.records if r.kind == "wait" and r.is_torchs)
     shown = {name: f"{name} {_percent(each, whole)}" for name, each in seconds.items() if each > 5e-4 * whole}
     by_host = _threads(ring)[0] != "host"  # the ledger books what the host waited for
     if ledger is not None and ledger.seconds and by_host and exposed in shown:
@@ -230,7 +240,8 @@ def _waited(rank: int, ledger: Ledger, exposed_s: float, whole_s: float) -> str:
     for each in found:
         if each.cause != LINK:
             where = f" ({each.detail})" if each.detail else ""
-            said.append(f"{_percent(each.seconds, whole_s)} for rank {each.whose}: {each.cause}{where}")
+            axes = f" {over(*each.axes)}" if each.axes else ""
+            said.append(f"{_percent(each.seconds, whole_s)} for rank {each.whose}{axes}: {each.cause}{where}")
     link_s = sum(each.seconds for each in found if each.cause == LINK)
     own_s = max(0.0, exposed_s - sum(each.seconds for each in found))
     said.append(f"{_percent(link_s, whole_s)} for the link")

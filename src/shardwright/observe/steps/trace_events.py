@@ -9,7 +9,7 @@ microseconds.
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.observe.ledger.late import called, collective, doing, late_ranks
+from shardwright.observe.ledger.late import called, collective, doing, late_ranks, over
 from shardwright.observe.steps.recording import VERBS
 from shardwright.observe.steps.rings import Record, Ring
 from shardwright.observe.steps.step_memory import levels
@@ -68,7 +68,7 @@ def _collective(rank: int, record: Record) -> list[dict[str, Any]]:
     if record.action not in VERBS:
         return []
     track = {
-        "name": f"{record.action} {', '.join(record.groups)}".strip(),
+        "name": " ".join(filter(None, (record.action, ", ".join(record.groups), over(record.axis)))),
         "cat": record.action,
         "id": f"{rank} {record.transport} {record.number}",
         "pid": rank,
@@ -85,6 +85,7 @@ def _args(record: Record) -> dict[str, Any]:
         "phase": record.phase,
         "bytes": record.nbytes,
         "transport": record.transport,
+        "axis": record.axis,
         "number": record.number,
     }
     return {name: value for name, value in found.items() if value}

@@ -15,6 +15,7 @@ import torch
 from shardwright import clock
 from shardwright.observe.watch.findings import Answer, Launched, Status, Waits
 from shardwright.observe.watch.flight_recorder import FlightRecorder, InFlight
+from shardwright.torch_private import WAIT_BATCH_P2P
 from shardwright.transport.host_memory import resident_nbytes
 from shardwright.transport.process import Wait, process_state
 from shardwright.transport.recorder import LINE
@@ -28,7 +29,7 @@ _DISTRIBUTED = _TORCH + "distributed" + os.sep
 _C10D = _DISTRIBUTED + "distributed_c10d.py"
 _WAITS = {  # of tensor parallelism, and between a pipeline's stages
     _DISTRIBUTED + "_functional_collectives.py": "wait_tensor",
-    os.path.join(_DISTRIBUTED, "pipelining", "schedules.py"): "_wait_batch_p2p",
+    os.path.join(_DISTRIBUTED, "pipelining", "schedules.py"): WAIT_BATCH_P2P,
 }
 _WATCHING = ("shardwright-watch", "shardwright-store", "shardwright-signals")
 _SAMPLE_S = 0.1  # at least between two samples: a share of less says nothing
