@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.engine.building.grouping import Groups
 from shardwright.errors import ConfigError, InputError
 from shardwright.observe.steps.drawing import Drawing
-from shardwright.options import check, limited
+from shardwright.options import limited
 from shardwright.plan import pipeline
 from shardwright.plan.answer import in_words
 from shardwright.plan.axes import ALONE, Axes, exchanged
@@ -41,8 +41,12 @@ _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Axes):
     """How a model is trained: the input of ``estimate``.
+
+    Sizes of a mesh are given by their names: ``tp``, ``cp``, ``ep`` and ``pp`` as ``shardwright.mesh`` has
+    them, and ``chunks``, the stages of a pipeline on each rank (1 is 1F1B, more are interleaved). A
+    microbatch is then of the tp x cp x pp ranks that share it, and ``shards`` counts ranks of dp and cp.
 
     Args:
         runtime: "shardwright", "fsdp1" or "fsdp2".
@@ -60,12 +64,6 @@ class Choice:
             which they run, and never the group that runs last.
         keep: share of the groups that stay unsharded from their forward to their backward, 0 to 1: the ones
             that the backward needs first. The others are resharded as ``reshard_after_forward`` says.
-        tp: as ``shardwright.mesh`` has it, as the next three; of a model in numbers. A microbatch is then of
-            the tp x cp x pp ranks that share it, and ``shards`` counts ranks that dp and cp have.
-        cp: ranks that share each sequence.
-        ep: ranks that share the experts.
-        pp: stages of a pipeline.
-        chunks: stages of a pipeline on each rank: 1 is 1F1B, more are interleaved.
 
     Raises:
         InputError: ``base`` is neither, ``shards``, ``microbatches`` or a size of the mesh is below 1, or
@@ -83,19 +81,24 @@ class Choice:
     base: Base = "plain"
     recompute: float = limited(0.0, ge=0, le=1)
     keep: float = limited(0.0, ge=0, le=1)
-    tp: int = limited(1, ge=1)
-    cp: int = limited(1, ge=1)
-    ep: int = limited(1, ge=1)
-    pp: int = limited(1, ge=1)
-    chunks: int = limited(1, ge=1)
 
-    def __post_init__(self) -> None:
-        check(self)
+    def shards_on(self, ranks: int) -> int:
+        """Of how many of a cluster's ranks each has a part of a parameter.
 
-    @property
-    def axes(self) -> Axes:
-        """What ranks share besides shards."""
-        return Axes(self.tp, self.cp, self.ep, self.pp, self.chunks)
+        Args:
+            ranks: of the cluster.
+
+        Returns:
+            ``shards``, or all that the axes leave.
+
+        Raises:
+            InputError: the ranks can't be divided so.
+        """
+        of_data = self.data_ranks(ranks)
+        shards = self.shards or of_data
+        if of_data % shards:
+            raise InputError(f"Choice.shards must divide the cluster's {of_data} ranks, got {shards}")
+        return shards
 
 
 @dataclass(frozen=True)
@@ -158,12 +161,8 @@ class Estimate:
         the first step (whose optimizer has no state until its end), in a steady step, in an evaluation of a
         microbatch, in a save of model and optimizer, and while both are loaded from that.
         """
-        shards = self._shards
+        shards = self.choice.shards_on(self.cluster.ranks)
         return phases_of(self.schedule, self.workload, self.kept, self.peak, shards)
-
-    @property
-    def _shards(self) -> int:
-        return self.choice.shards or self.choice.axes.data_ranks(self.cluster.ranks)
 
     @property
     def exchanged(self) -> dict[str, int]:
@@ -194,7 +193,7 @@ class Estimate:
     def tokens_per_s(self) -> float:
         """Tokens a second, of all ranks together."""
         of_all = self.tokens * self.choice.microbatches * self.cluster.ranks
-        return of_all / self.choice.axes.sharing / self.step_s
+        return of_all / self.choice.sharing / self.step_s
 
     @property
     def model_flops(self) -> float:
@@ -320,7 +319,7 @@ class Estimate:
             "network_assumed": cluster.hosts > 1 and not cluster.host_bandwidth,
             "groups": len(self.workload.groups),
             "mesh": str(choice.axes) if choice.axes != ALONE else None,
-            "shards": self._shards,
+            "shards": choice.shards_on(cluster.ranks),
             "microbatch_tokens": self.tokens,
             "offload": offload_name(choice.offload) or "some",
             "fits": self.fits,
@@ -438,10 +437,7 @@ def price(workload: Workload, cluster: Cluster, choice: Choice) -> Estimate:
     kept = kept_groups(workload, choice.keep)
     reshards = choice.reshard_after_forward if choice.pp == 1 else False
     planned = schedule(workload, runs, reshards, kept)
-    ranks = choice.axes.data_ranks(cluster.ranks)
-    shards = choice.shards or ranks
-    if ranks % shards:
-        raise InputError(f"Choice.shards must divide the cluster's {ranks} ranks, got {shards}")
+    shards = choice.shards_on(cluster.ranks)
     smaller = _smaller_world(reshards, shards)
     sizes = _itemsizes(choice.mp_policy)
     prices = Prices(

@@ -116,7 +116,7 @@ def fewest_ranks(
         ConfigError: the runtime isn't known.
     """
     host, within = cluster.ranks_per_host, cluster.within(budget)
-    together = (choice or Choice()).axes.sharing
+    together = (choice or Choice()).sharing
     inside, hosts = host // together, lcm(host, together)
 
     def at(place: int) -> Estimate:
