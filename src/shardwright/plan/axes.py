@@ -75,8 +75,8 @@ class Axes:
         """
         if ranks % self.sharing or ranks // (self.tp * self.pp) % self.ep:
             raise InputError(
-                f"a mesh of {self.axes} needs a multiple of {self.sharing} ranks, of which ep divides those of "
-                f"dp and cp, and there are {ranks}"
+                f"a mesh of {self.axes} needs a multiple of {self.sharing} ranks, of which ep divides those "
+                f"of dp and cp, and there are {ranks}"
             )
         if self.ep % self.cp and self.cp % self.ep:
             raise InputError(f"ep={self.ep} is neither a multiple nor a divisor of cp={self.cp}")

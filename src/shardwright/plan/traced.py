@@ -54,8 +54,8 @@ def exchanging(model: nn.Module, axes: Axes, note: Note) -> Iterator[None]:
     if axes.ep > 1 or axes.pp > 1:
         raise InputError(
             f"how ranks share experts or stages of {type(model).__name__} isn't known ({axes.axes}): pass "
-            "its numbers (shardwright.plan.Architecture; for the command a folder's config.json or a row), or "
-            "leave ep, pp and chunks out"
+            "its numbers (shardwright.plan.Architecture; for the command a folder's config.json or a row), "
+            "or leave ep, pp and chunks out"
         )
     with ExitStack() as stack:
         if axes.cp > 1:
