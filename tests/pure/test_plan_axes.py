@@ -14,6 +14,9 @@ from shardwright.plan import Architecture, Choice, Microbatch, estimate, fewest_
 from shardwright.plan.axes import Axes, in_flight
 from shardwright.plan.cluster import Cluster, device
 from shardwright.plan.configs import architecture
+from shardwright.plan.presets import preset
+from shardwright.plan.prices import Prices
+from shardwright.plan.workload import Op, OpKind
 from tests.pure.test_plan import RUNS, predicted
 
 ARCH = Architecture(
@@ -49,6 +52,18 @@ def test_an_exchange_between_hosts_takes_longer_than_inside_of_one():
     for axis in ({"tp": 8}, {"cp": 8}):
         inside, between = (of(cluster=each, **axis).timeline.exposed_s for each in (CLUSTER, hosts_of_four))
         assert between > 1.05 * inside
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep", "pp"])
+def test_an_exchange_takes_what_was_measured_of_exchanges(axis):
+    def taken(nbytes, **measured):
+        constants, axes = replace(CLUSTER.constants, **measured), Axes(**{axis: 8})
+        prices = Prices(CLUSTER, constants, preset("shardwright"), 8, axes=axes)
+        return prices.exchange(Op(OpKind.EXCHANGE, nbytes=nbytes, axis=axis))
+
+    at_zero, whole = taken(0.0), taken(1e9)
+    assert taken(1e9, exchange=0.5) - at_zero == pytest.approx(2 * (whole - at_zero))
+    assert taken(1e9, exchange_s=1e-3) == pytest.approx(whole + 1e-3)
 
 
 def test_a_pipeline_is_idle_for_its_bubble_and_an_interleaved_one_for_half_of_that():

@@ -62,6 +62,14 @@ def test_the_bench_of_publishing_prints_a_row_for_each_rate():
 
 
 @pytest.mark.slow
+def test_the_bench_of_meshes_prints_a_step_of_eight_mixes_beside_its_prediction():
+    rows = re.findall(
+        r"^(\S*=2.*\S) +measured +\S+ ms, predicted +\S+ \(\S+%\)$", toy("meshes.py", 200), re.MULTILINE
+    )
+    assert len(set(rows)) == 8
+
+
+@pytest.mark.slow
 def test_the_bench_of_entropy_prints_a_row_for_each_class_of_tensors_and_for_each_coder():
     printed = toy("entropy.py")
     for run in ("from scratch, 1e-3", "fine-tune, 1e-3"):

@@ -197,6 +197,8 @@ class _Step:
         if prices.cluster.ranks > prices.shards:
             seconds = prices.all_reduce(numel // prices.shards * prices.reduce_itemsize)
             end = lanes.run("all-reduce", str(action), seconds, end)
+            if self.preset.host_computes:  # a device's is bound by the network, and takes few of its units
+                lanes.busy.append((end - seconds, end))
         if self.offload is not None and self.offload.grads:
             self._host_copy(action, numel // prices.shards * _AT_REST, end)
         self.reduced |= dict.fromkeys(action.groups, end)
