@@ -198,6 +198,20 @@ class Space:
             "base": BASES if may_be_coded else (choice.base,),
         }
 
+    @property
+    def plain(self) -> Candidate:
+        """The first value of each lever."""
+        return Candidate(*(each[0] for each in self.values.values()))
+
+    def changes(self, candidate: Candidate) -> list[Candidate]:
+        """Those that differ from it in one lever."""
+        return [
+            candidate._replace(**{lever: value})
+            for lever, values in self.values.items()
+            for value in values
+            if value != getattr(candidate, lever)
+        ]
+
     def all(self) -> Iterable[Candidate]:
         """Every candidate: only for small spaces."""
         return (Candidate(*values) for values in product(*self.values.values()))
@@ -330,9 +344,8 @@ def _meshes_of(arch: Architecture, batch: Microbatch, ranks: int) -> list[Axes]:
 
 def _starts(space: Space) -> tuple[Candidate, Candidate]:
     """The plain candidate, and the one that holds least without offload."""
-    values = space.values
-    plain = Candidate(*(each[0] for each in values.values()))
-    return plain, plain._replace(recomputed=values["recomputed"][-1], split=values["split"][-1])
+    most = {lever: space.values[lever][-1] for lever in ("recomputed", "split")}
+    return space.plain, space.plain._replace(**most)
 
 
 def fastest(subject: Subject, cluster: Cluster, choice: Choice, budget: float | None = None) -> FoundPlan:
@@ -361,9 +374,8 @@ def grouped(model: nn.Module, sample: Any, cluster: Cluster, choice: Choice) -> 
     """
     subject = of_model(model, sample, choice, any_loss)
     space = Space(cluster, choice, {1: subject.workload})
-    plain = Candidate(*(each[0] for each in space.values.values()))
-    reshards = choice.reshard_after_forward
-    plain = plain._replace(shards=choice.shards_on(cluster.ranks), reshards=reshards, kept=choice.keep)
+    given = {"shards": choice.shards_on(cluster.ranks), "reshards": choice.reshard_after_forward}
+    plain = space.plain._replace(**given, kept=choice.keep)
     tried = [space.price(plain._replace(groups=count)) for count in space.values["groups"]]
     best = thriftiest(space, min(tried, key=_rank))
     _, parts = space.prepare(best.candidate)
@@ -445,12 +457,8 @@ def thriftiest(space: Space, best: Tried) -> Tried:
 def _climb(space: Space, start: Candidate) -> Tried:
     best = space.price(start)
     while True:
-        changes = [
-            best.candidate._replace(**{lever: value})
-            for lever, values in space.values.items()
-            for value in values
-            if value != getattr(best.candidate, lever) and (lever != "base" or value == values[0])
-        ]
+        bases = best.candidate.base, space.plain.base  # another one changes results
+        changes = [each for each in space.changes(best.candidate) if each.base in bases]
         found = min(map(space.price, changes), key=_rank)
         if _rank(found) >= _rank(best):
             return best
