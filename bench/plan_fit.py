@@ -12,7 +12,7 @@ import argparse
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ from shardwright.plan import runs
 from shardwright.plan.cluster import DEVICES, DeviceSpec
 from shardwright.plan.constants import Constants
 
-NAMES = [field.name for field in fields(Constants)]
 GUESS = Constants(
     matmul=0.85,
     attention=0.8,
@@ -35,6 +34,8 @@ GUESS = Constants(
     old_torch=1.03,
 )
 """What one would have said without any of the runs."""
+NAMES = [field.name for field in fields(Constants) if not field.name.startswith("exchange")]
+"""Of those that runs say."""
 _STEP = 0.01
 _DRAWN = 0.5
 """Standard deviation of a constant's logarithm about the guess; of a run's error it is ``_NOISE``."""
@@ -83,7 +84,7 @@ def errors(setups: Sequence[runs.Setup], logs: np.ndarray) -> tuple[np.ndarray, 
 
 def fit(setups: Sequence[runs.Setup], targets: np.ndarray) -> Constants:
     """The constants that predict the logarithms of seconds best; single wild runs count less."""
-    default = logs = np.log(np.array(list(asdict(GUESS).values()), dtype=float))
+    default = logs = np.log(np.array([getattr(GUESS, name) for name in NAMES], dtype=float))
     for _ in range(_ROUNDS):
         values, slopes = errors(setups, logs)
         residual = targets - values
@@ -129,8 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seconds = np.array([measured_s(row) for row in rows])
     targets = np.log(seconds)
     whole = fit(setups, targets)
-    for name, value in asdict(whole).items():
-        print(f"    {name}: float = {value:.4g}")
+    for name in NAMES:
+        print(f"    {name}: float = {getattr(whole, name):.4g}")
     tables = [row["csv"] for row in rows]
     print("\nfitted to all runs")
     print("\n".join(table(tables, predicted(setups, whole) / seconds - 1)))

@@ -117,6 +117,8 @@ def test_ranks_that_share_layers_learn_what_one_process_learns_and_export_it_who
     assert tp["sample"] == one["sample"]
     assert [tp[key] for key in ("parameters", "full_nbytes")] == [one["parameters"], one["full_nbytes"]]
     assert tp["at_rest_nbytes"] < one["at_rest_nbytes"]
+    for run in (one, tp):
+        assert run["peak_nbytes"] == pytest.approx(run["expected_peak_nbytes"], rel=0.2)
     assert losses(tmp_path / "tp", "tokens") == losses(tmp_path / "one", "tokens")
     assert losses(tmp_path / "tp", "grad_norm") == pytest.approx(
         losses(tmp_path / "one", "grad_norm"), rel=1e-4

@@ -5,12 +5,15 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra: pip install 'shardwright[hf]' (make test-hf)")
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright
 from shardwright import fully_shard
 from shardwright.errors import InputError
 from shardwright.lora import Lora, add_lora
 from shardwright.parallel import tensor_parallel
+from shardwright.plan import Choice, estimate
+from shardwright.plan.cluster import Cluster, device
 from tests.hf.test_context import build
 from tests.ranks.models import Run, both_step
 from tests.ranks.pool import run_ranks
@@ -37,6 +40,39 @@ def trains(rank, world, kind):
 @pytest.mark.parametrize(("kind", "world"), [("llama", 2), ("qwen3", 4), ("gemma", 2), ("phi3", 2)])
 def test_models_train_by_their_plans_as_in_one_process(kind, world):
     run_ranks(world, trains, kind)
+
+
+class Reduced(TorchDispatchMode):
+    """Bytes that are all-reduced, there and back."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops._c10d_functional.all_reduce.default:
+            self.nbytes += 2 * args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges(rank, world, kind):
+    model = tensor_parallel(build(kind).bfloat16(), shardwright.mesh(tp=2)).train()
+    with Reduced() as counted:
+        loss_of(model, torch.ones(2, 12, dtype=torch.int64)).backward()
+    parts = (getattr(param, "to_local", lambda p=param: p)() for param in model.parameters())
+    return counted.nbytes, sum(part.numel() for part in parts)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_a_plan_of_ranks_that_share_layers_has_the_bytes_that_they_exchange_and_hold(kind):
+    model, ids = build(kind), torch.ones(2, 12, dtype=torch.int64)
+    before = dict(model.named_parameters())
+    sample = {"input_ids": ids, "labels": ids, "use_cache": False}
+    cluster = Cluster(device("H100"), 2, 2)
+    alone, shared = (estimate(model, sample, cluster, Choice(tp=tp)) for tp in (1, 2))
+    found = run_ranks(2, exchanges, kind)
+    assert found == [(shared.exchanged["tp"], shared.workload.numel)] * 2
+    assert shared.workload.parameters == alone.workload.numel
+    assert shared.peak.total < alone.peak.total and shared.model_flops < alone.model_flops
+    assert all(param is before[name] for name, param in model.named_parameters())
 
 
 def refuses(rank, world):

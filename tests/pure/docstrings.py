@@ -41,7 +41,6 @@ NEVER_RAISES = {
     "wrapper.fsdp1: FullyShardedDataParallel.apply": ("InputError", "for arguments that it leaves out"),
     "wrapper.fsdp1: FullyShardedDataParallel.clip_grad_norm_": ("RuntimeError", "leaves the option out"),
     "parallel.mesh: mesh": ("RuntimeError TypeError", "joins axes of one mesh, which have names"),
-    "plan.predict: Choice.axes": ("InputError", "for sizes that Choice refuses"),
     "hf.load: load": ("ConfigError StageError", "of a plan, and of a model that is running"),
     "hf.load: shard": ("ConfigError StageError", "of a plan"),
     "hf.load: read_weights": ("StageError", "of a model that is running"),

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,9 @@ from shardwright.plan import Architecture, Choice, Microbatch, estimate, fewest_
 from shardwright.plan.axes import Axes, in_flight
 from shardwright.plan.cluster import Cluster, device
 from shardwright.plan.configs import architecture
+from shardwright.plan.presets import preset
+from shardwright.plan.prices import Prices
+from shardwright.plan.workload import Op, OpKind
 from tests.pure.test_plan import RUNS, predicted
 
 ARCH = Architecture(
@@ -47,6 +52,18 @@ def test_an_exchange_between_hosts_takes_longer_than_inside_of_one():
     for axis in ({"tp": 8}, {"cp": 8}):
         inside, between = (of(cluster=each, **axis).timeline.exposed_s for each in (CLUSTER, hosts_of_four))
         assert between > 1.05 * inside
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep", "pp"])
+def test_an_exchange_takes_what_was_measured_of_exchanges(axis):
+    def taken(nbytes, **measured):
+        constants, axes = replace(CLUSTER.constants, **measured), Axes(**{axis: 8})
+        prices = Prices(CLUSTER, constants, preset("shardwright"), 8, axes=axes)
+        return prices.exchange(Op(OpKind.EXCHANGE, nbytes=nbytes, axis=axis))
+
+    at_zero, whole = taken(0.0), taken(1e9)
+    assert taken(1e9, exchange=0.5) - at_zero == pytest.approx(2 * (whole - at_zero))
+    assert taken(1e9, exchange_s=1e-3) == pytest.approx(whole + 1e-3)
 
 
 def test_a_pipeline_is_idle_for_its_bubble_and_an_interleaved_one_for_half_of_that():
@@ -177,3 +194,36 @@ def test_a_search_of_meshes_shares_a_sequence_that_does_not_fit_on_one_rank_and_
     assert found.choice.tp * found.choice.cp * found.choice.pp > 1
     assert f"a mesh of {found.choice.axes}" in str(found)
     assert found.estimate.tokens_per_s * found.step_s == pytest.approx(8 * batch.tokens)
+
+
+LLAMA = MIXTRAL | {"model_type": "llama", "vocab_size": 128256}
+LARGER = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672}
+OF_13B = {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40}
+MODELS = {
+    "llama-8b": LLAMA,
+    "llama-70b": LLAMA | LARGER,
+    "llama2-13b": LLAMA | OF_13B | {"intermediate_size": 13824, "vocab_size": 32000},
+    "mixtral-8x7b": MIXTRAL,
+}
+CLUSTERS = {"gbit100.toml": ("H100", 64, 12.5e9), "gbit10.toml": ("A100", 16, 1.25e9)}
+FOUND = re.findall(
+    r"^\| (\S+) \| `(--.*)` \| (.*=.*) \| (.*) \| (.*) \|$", Path("docs/plan.md").read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(("model", "arguments", "mesh", "gib", "speed"), FOUND)
+def test_the_meshes_that_the_page_of_plans_shows_are_found(
+    model, arguments, mesh, gib, speed, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    for name, (kind, ranks, bandwidth) in CLUSTERS.items():
+        Cluster(device(kind), ranks, host_bandwidth=bandwidth).save(name)
+    assert main(["plan", ".", *arguments.split(), "--search", "--meshes"]) == 0
+    said = capsys.readouterr().out
+    for words in (f"a mesh of {mesh}, ", f"a step holds {gib} ", f"it trains {speed} tokens/s"):
+        assert words in said
+
+
+def test_the_page_of_plans_shows_five_meshes():
+    assert len(FOUND) == 5

@@ -62,6 +62,12 @@ def test_the_bench_of_publishing_prints_a_row_for_each_rate():
 
 
 @pytest.mark.slow
+def test_the_bench_of_meshes_prints_a_step_of_eight_mixes_beside_its_prediction():
+    row = r"^(\w+=2(?: x \w+=2)*) +measured +\S+ ms, predicted +\S+ \(\S+%\)$"
+    assert len(set(re.findall(row, toy("meshes.py", limit_s=300), re.MULTILINE))) == 8
+
+
+@pytest.mark.slow
 def test_the_bench_of_entropy_prints_a_row_for_each_class_of_tensors_and_for_each_coder():
     printed = toy("entropy.py")
     for run in ("from scratch, 1e-3", "fine-tune, 1e-3"):

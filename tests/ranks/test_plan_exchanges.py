@@ -77,6 +77,19 @@ def predicted(axis, kv_heads, recompute):
     return estimate(arch, Microbatch(SEQUENCE, ROWS), cluster, choice).exchanged[axis]
 
 
+def traced(kv_heads, recompute):
+    """The same of the module itself, by a trace."""
+    with torch.device("meta"):
+        model, ids = Decoder(kv_heads, recompute), torch.empty(ROWS, SEQUENCE, dtype=torch.int64)
+    cluster = Cluster(device("H100"), ranks=2, ranks_per_host=2)
+    alone, shared = (
+        estimate(model, ids, cluster, Choice(cp=cp), loss=lambda out: out.float().sum()) for cp in (1, 2)
+    )
+    assert shared.tokens == alone.tokens
+    assert shared.model_flops == pytest.approx(alone.model_flops / 2)  # attention is of all tokens
+    return shared.exchanged["cp"]
+
+
 def exchanged_by_cp(rank, world, kv_heads, recompute):
     mesh, sent = shardwright.mesh(cp=2), []
     model = shardwright.context_parallel(Decoder(kv_heads, recompute).bfloat16(), mesh)
@@ -138,6 +151,7 @@ def exchanged_by_tp(rank, world, kv_heads, recompute):
 def test_predicted_all_to_alls_of_cp_are_those_that_are_called(kv_heads, recompute):
     found = run_ranks(2, exchanged_by_cp, kv_heads, recompute)
     assert found == [predicted("cp", kv_heads, recompute)] * 2
+    assert traced(kv_heads, recompute) == found[0]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.arguments.plan import ROWS, SEQUENCE
-from shardwright.cli.plan_choice import changed
+from shardwright.cli.plan_choice import changed, cluster_of
 from shardwright.errors import ConfigError, InputError
 from shardwright.plan import runs
 from shardwright.plan.answer import in_words
-from shardwright.plan.cluster import GIB, Cluster, device
+from shardwright.plan.cluster import GIB
 from shardwright.plan.configs import architecture, has_numbers, is_config
 from shardwright.plan.constants import Constants
 from shardwright.plan.predict import Choice, price
@@ -78,7 +78,7 @@ def _answer(known: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if choice.base != "plain" and not any(group.frozen[0] for group in subject.workload.groups):
         raise ConfigError(f"--base {choice.base}: {known.model} has no frozen weights, so none would be in 4 "
                           "bits; give a recipe with adapters, or ask shardwright.plan.estimate")  # fmt: skip
-    cluster = _cluster(known).within(None if known.budget is None else known.budget * GIB)
+    cluster = cluster_of(known).within(None if known.budget is None else known.budget * GIB)
     counted = known.tokens or 1e9, known.price
     if known.largest or known.fewest:
         return _most(known, _QUESTIONS[known.largest or known.fewest](named, cluster, choice)), []
@@ -108,13 +108,6 @@ def _most(known: argparse.Namespace, most: Fitting) -> dict[str, Any]:
     beyond = None if most.beyond is None else most.beyond.peak.total
     found = most.estimate.answer(known.tokens or 1e9, known.price)
     return {"asked": asked, "value": most.value, "next_peak_nbytes": beyond} | found
-
-
-def _cluster(known: argparse.Namespace) -> Cluster:
-    if known.cluster is not None:
-        found = Cluster.load(known.cluster)
-        return found.of(known.ranks or found.ranks)
-    return Cluster(device(known.device), known.ranks, min(known.ranks, 8))
 
 
 def _asked(known: argparse.Namespace) -> tuple[Subject, Choice]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwright.cli.arguments.plan_choice import AXES, SEARCHED
+from shardwright.plan.cluster import Cluster, device
 from shardwright.plan.file import OFFLOADS
 from shardwright.plan.predict import Choice
 
@@ -22,3 +23,11 @@ def changed(choice: Choice, known: argparse.Namespace) -> Choice:
     dtypes = {"param_dtype": known.param_dtype, "reduce_dtype": known.reduce_dtype}
     dtypes = {name: getattr(torch, value) for name, value in dtypes.items() if value is not None}
     return replace(choice, mp_policy=replace(choice.mp_policy, **dtypes), **given)
+
+
+def cluster_of(known: argparse.Namespace) -> Cluster:
+    """Of a file, or of devices of the library."""
+    if known.cluster is not None:
+        found = Cluster.load(known.cluster)
+        return found.of(known.ranks or found.ranks)
+    return Cluster(device(known.device), known.ranks, min(known.ranks, 8))

@@ -4,15 +4,14 @@ import argparse
 from dataclasses import replace
 from importlib import import_module
 
-from shardwright.cli.plan_choice import changed
+from shardwright.cli.plan_choice import changed, cluster_of
 from shardwright.errors import ConfigError
 from shardwright.plan.file import OFFLOADS
 from shardwright.plan.predict import Choice
 from shardwright.plan.subject import Subject, of_model
 from shardwright.recipe.inputs import check_inputs
 from shardwright.recipe.resolve import resolve
-from shardwright.train.eager import precision_of
-from shardwright.train.expected import loss_of_logits, meta_transformer
+from shardwright.train.expected import choice_of, loss_of_logits, meta_transformer
 
 
 def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
@@ -24,8 +23,8 @@ def asked(known: argparse.Namespace) -> tuple[Subject, Choice]:
     options["accumulation"] = known.microbatches
     given = [(f"training.{key}", str(value)) for key, value in options.items() if value is not None]
     recipe = resolve(known.model, given).recipe
-    choice = Choice(
-        mp_policy=precision_of(recipe),
+    choice = replace(
+        choice_of(recipe, cluster_of(known).ranks),
         microbatches=recipe.training.accumulation,
         offload=OFFLOADS[recipe.training.offload],
         base="nf4" if recipe.base.quantise == "nf4" else "plain",

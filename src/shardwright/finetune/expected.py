@@ -18,9 +18,8 @@ from shardwright.plan.workload import Workload
 from shardwright.quantized.codecs import codec_of
 from shardwright.recipe.config import Recipe
 from shardwright.recipe.named import named
-from shardwright.train.eager import precision_of
 from shardwright.train.engine import TrainingProcess
-from shardwright.train.expected import peak_of
+from shardwright.train.expected import choice_of, peak_of
 
 
 class _ChangedLogits(Exception):
@@ -30,7 +29,7 @@ class _ChangedLogits(Exception):
 def expected_peak(recipe: Recipe, place: TrainingProcess) -> HeldBytes:
     """See ``train.expected.peak_of``. Raises: InputError where the model can't be traced; and as
     ``hf.load``."""
-    model, choice = adapted_model(recipe), Choice(mp_policy=precision_of(recipe))
+    model, choice = adapted_model(recipe), choice_of(recipe, place.world)
     work = _traced(recipe, model, choice)
     if recipe.base.quantise != "none":
         work = _encoded(recipe, model, choice, work)
@@ -70,8 +69,9 @@ def _traced(recipe: Recipe, model: Any, choice: Choice) -> Workload:
 def _with_loss(recipe: Recipe, model: Any, choice: Choice, at_head: bool) -> Workload:
     training = recipe.training
     rows = training.batch_size * (2 if training.loss == "dpo" else 1)  # a pair is two
-    targets = torch.zeros(rows, training.sequence_length, dtype=torch.int64)
-    sample = {"input_ids": targets.to("meta"), "use_cache": False}
+    inputs = torch.empty(rows, training.sequence_length, dtype=torch.int64, device="meta")
+    targets = torch.zeros(rows, -(-training.sequence_length // choice.cp), dtype=torch.int64)  # a rank's
+    sample = {"input_ids": inputs, "use_cache": False}
     head: nn.Module = model.get_output_embeddings()
 
     def loss(out: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """What ranks exchange inside of a forward, with gradients: heads for parts of the sequence, rows of
 experts, and a loss."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,22 @@ class _RowsToRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return exchange_rows(grads[0], *ctx.back), None, None, None
+
+
+def reduced(tensor: Tensor, reduce: Callable[[Tensor], Tensor], forward: bool) -> Tensor:
+    """What ``reduce`` makes of it in the forward, or of its gradient in the backward."""
+    return _Reduced.apply(tensor, reduce, forward)  # type: ignore[no-any-return]
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        tensor, ctx.reduce, ctx.forward = args
+        return ctx.reduce(tensor) if ctx.forward else tensor.view_as(tensor)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] if ctx.forward else ctx.reduce(grads[0]), None, None
 
 
 def mean_of_all(total: Tensor, number: Tensor | int, group: dist.ProcessGroup) -> Tensor:

@@ -54,13 +54,20 @@ def tensor_parallel(model: M, mesh: Mesh) -> M:
     """
     if mesh.tp is None:
         return model
+    found: dict[str, ParallelStyle] = {path: _STYLES[style]() for path, style in styles_of(model).items()}
+    parallelize_module(model, mesh.tp, found, src_data_rank=None)  # in place
+    return model
+
+
+def styles_of(model: nn.Module) -> dict[str, str]:
+    """The modules that its plan shares, by their paths, and the names of their styles. Raises: InputError."""
     name, any_model = type(model).__name__, model
     plan: dict[str, str] = dict(getattr(any_model, "tp_plan", None) or {})
     if units_in(model):
         raise InputError(f"{name} is sharded already; call tensor_parallel before fully_shard")
     head = getattr(any_model, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)
-    found: dict[str, ParallelStyle] = {}
+    found = dict[str, str]()
     for path, part in [*model.named_modules(), *model.named_parameters()]:
         style = plan.get(re.sub(r"\b\d+\b", "*", path))
         if style is None or (weight is not None and getattr(part, "weight", None) is weight):
@@ -72,8 +79,7 @@ def tensor_parallel(model: M, mesh: Mesh) -> M:
             )
         if [*part.children()]:
             raise InputError(f"{name}: {path} has an adapter already; call tensor_parallel before add_lora")
-        found[path] = _STYLES[style]()
+        found[path] = style
     if not found:
         raise InputError(f"{name} has no plan for tensor parallelism (tp_plan); take tp=1")
-    parallelize_module(model, mesh.tp, found, src_data_rank=None)  # in place
-    return model
+    return found

@@ -6,7 +6,8 @@ all heads, in it the whole sequence and some heads. Everything else of a model i
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
@@ -91,6 +92,18 @@ def context_parallel(model: M, mesh: Mesh, attention: Literal["ulysses", "ring"]
             _enter(ulysses, module, module is model)
     F.scaled_dot_product_attention = _attention
     return model
+
+
+@contextmanager
+def exchanged_by(group: Any) -> Iterator[None]:
+    """Meanwhile ``group`` exchanges each attention of this thread, of documents that fill their rows."""
+    thread, before = get_ident(), F.scaled_dot_product_attention
+    _running[thread], F.scaled_dot_product_attention = _Running(_Ulysses(group, False)), _attention
+    try:
+        yield
+    finally:
+        del _running[thread]
+        F.scaled_dot_product_attention = before
 
 
 def mean_over_tokens(loss_sum: Tensor, num_tokens: Tensor | int, mesh: Mesh) -> Tensor:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.columns import in_columns
+from shardwright.plan.cluster import GIB
 
 Data = Mapping[str, Any]
 
-_GIB = 2**30
 _SHOWN = 8
 _LEVERS = {
     "groups": "{} groups",
@@ -81,7 +81,7 @@ def _memory(found: Data) -> str:
 
 def _largest(found: Data) -> str:
     sizes = sorted(found["peak_by_category"].items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in sizes if nbytes >= 0.05 * _GIB)
+    parts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in sizes if nbytes >= 0.05 * GIB)
     return f", {_gib(found['over_nbytes'])} GiB too many ({parts}, {found['peak_at']})"
 
 
@@ -154,7 +154,7 @@ def _savings(found: Data) -> list[str]:
 
 
 def _gib(nbytes: float, digits: int = 1) -> str:
-    return f"{nbytes / _GIB:,.{digits}f}"
+    return f"{nbytes / GIB:,.{digits}f}"
 
 
 def _rounded(number: float) -> str:

@@ -5,7 +5,7 @@ sharding run beside compute. Ranks are laid out as ``shardwright.mesh`` does: of
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import gcd
 
 from shardwright.errors import InputError
@@ -15,7 +15,7 @@ from shardwright.plan.workload import Op, OpKind, Workload
 _BF16 = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Axes:
     """How many ranks share what, as ``shardwright.mesh`` has it; the others are of sharding.
 
@@ -40,20 +40,43 @@ class Axes:
         check(self)
 
     @property
+    def axes(self) -> "Axes":
+        """These sizes alone, of what may be a ``Choice``."""
+        return Axes(**{each.name: getattr(self, each.name) for each in fields(Axes)})
+
+    @property
     def sharing(self) -> int:
         """Ranks that work on the same samples."""
         return self.tp * self.cp * self.pp
 
     def place(self, axis: str, ranks: int) -> tuple[int, int]:
-        """Ranks of an exchange on an axis, and how far the next one is from each."""
+        """Who exchanges on an axis.
+
+        Args:
+            axis: "tp", "cp", "ep" or "pp".
+            ranks: of all.
+
+        Returns:
+            How many ranks, and how far the next one is from each.
+        """
         return getattr(self, axis), {"tp": 1, "pp": ranks // self.pp}.get(axis, self.tp)
 
     def data_ranks(self, ranks: int) -> int:
-        """Ranks that parameters are sharded or replicated over. Raises: InputError."""
+        """What the axes leave to sharding, and to copies of shards.
+
+        Args:
+            ranks: of all.
+
+        Returns:
+            The number of ranks.
+
+        Raises:
+            InputError: ``ranks`` can't be divided so.
+        """
         if ranks % self.sharing or ranks // (self.tp * self.pp) % self.ep:
             raise InputError(
-                f"a mesh of {self} needs a multiple of {self.sharing} ranks, of which ep divides those of dp "
-                f"and cp, and there are {ranks}"
+                f"a mesh of {self.axes} needs a multiple of {self.sharing} ranks, of which ep divides those "
+                f"of dp and cp, and there are {ranks}"
             )
         if self.ep % self.cp and self.cp % self.ep:
             raise InputError(f"ep={self.ep} is neither a multiple nor a divisor of cp={self.cp}")

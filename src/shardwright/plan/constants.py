@@ -19,6 +19,9 @@ class Constants:
         collective passes. launch_s: seconds of the host for one kernel.
     contention: seconds that compute loses for each second of a collective beside it.
     old_torch: seconds of compute in torch 1, for each second in torch 2.
+    exchange: share of the links' bandwidth that exchanges of tp, cp, ep and pp reach, which torch's process
+        groups make. exchange_s: seconds of one that moves nothing, besides. No published run says them; where
+        links are measured, they are too.
     """
 
     matmul: float = limited(1.02, gt=0)
@@ -31,6 +34,8 @@ class Constants:
     launch_s: float = limited(6e-6, ge=0)
     contention: float = limited(0.0894, ge=0)
     old_torch: float = limited(1.045, gt=0)
+    exchange: float = limited(1.0, gt=0)
+    exchange_s: float = limited(0.0, ge=0)
 
 
 class Accuracy(NamedTuple):

@@ -19,9 +19,12 @@ import torch.nn.functional as F
 from shardwright import clock
 from shardwright.errors import ConfigError, InputError
 from shardwright.options import read
+from shardwright.plan.axes import Axes
 from shardwright.plan.cluster import Cluster, DeviceSpec
 from shardwright.plan.constants import Constants
-from shardwright.plan.prices import HOST_HOP, LAUNCH_S
+from shardwright.plan.presets import preset
+from shardwright.plan.prices import HOST_HOP, LAUNCH_S, Prices
+from shardwright.plan.workload import Op, OpKind
 from shardwright.schedule.layout import equal_spans
 from shardwright.transport.base import Comm, Gather, Segment
 from shardwright.transport.channel import compare
@@ -183,7 +186,8 @@ def measured_hosts(device: DeviceSpec, constants: Constants) -> Cluster:
 
 def measured_links(device: DeviceSpec, constants: Constants, share: float = 1.0) -> Cluster:
     """``measured_hosts``, with the latency and the bandwidth of all-gathers between its ranks, by the
-    transport that steps take; and how much computing loses beside one. Every rank of the job calls.
+    transport that steps take, and of all-to-alls, by torch's process group; and how much computing loses
+    beside an all-gather. Every rank of the job calls.
 
     Of a host's ranks the link is measured among themselves, and between hosts among all; a job of one host
     says nothing of what is between hosts. share: as of ``measured_device``.
@@ -212,7 +216,25 @@ def measured_links(device: DeviceSpec, constants: Constants, share: float = 1.0)
         if per_host > 1:  # prices add what the way inside of a host takes
             between = 1 / max(1 / between - 1 / cluster.device.link_bandwidth, 1e-15)
         cluster = replace(cluster, host_bandwidth=between, constants=replace(cluster.constants, hop_s=hop_s))
-    return replace(cluster, constants=replace(cluster.constants, contention=_contention(Timer(comm, share))))
+    found = _exchange(Timer(comm, share), cluster) | {"contention": _contention(Timer(comm, share))}
+    return replace(cluster, constants=replace(cluster.constants, **found))
+
+
+def _exchange(timer: Timer, cluster: Cluster) -> dict[str, float]:
+    """Of all-to-alls by the process group of all ranks: the share of the bandwidth of links that they reach,
+    and seconds of one that moves nothing."""
+    where, ranks = _device_of(timer.comm), timer.comm.world
+    prices = Prices(cluster, cluster.constants, preset("shardwright"), ranks, axes=Axes(cp=ranks))
+    points = []
+    for nbytes in _LINK_NBYTES[1:-1]:
+        sent = torch.zeros(nbytes, dtype=torch.uint8, device=where)
+        received = torch.empty_like(sent)
+        taken = timer.seconds(lambda r=received, s=sent: dist.all_to_all_single(r, s))
+        points.append((float(nbytes), taken))
+    fit = fitted(points)
+    at_zero, whole = (prices.exchange(Op(OpKind.EXCHANGE, nbytes=n, axis="cp")) for n in (0.0, 1e9))
+    each = fit.each or points[-1][1] / points[-1][0]
+    return {"exchange": (whole - at_zero) / 1e9 / each, "exchange_s": max(fit.at_zero - at_zero, 0.0)}
 
 
 def _link(timer: Timer, hops: float) -> tuple[float, float]:

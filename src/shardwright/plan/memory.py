@@ -16,7 +16,8 @@ from shardwright.plan.workload import GroupSize, Stretch, Workload
 from shardwright.policy import DEFAULT_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from shardwright.schedule.schedule import Action, ActionKind, Event, EventKind, Phase, Schedule
 
-_MASTER, _ADAM = 4, 8
+MASTER, ADAM = 4, 8
+"""Bytes of an element of a shard, or of its gradient, and of its state in the optimizer."""
 
 
 class HeldBytes(NamedTuple):
@@ -59,25 +60,25 @@ class Sharding:
         trained = (workload.trained + workload.elsewhere) // self.shards
         at_rest = sum(map(_at_rest, workload.groups)) // self.shards
         offload = self.offload if isinstance(self.offload, CPUOffloadPolicy) else None
-        device = AtRest(at_rest, trained * _ADAM, trained * _MASTER)
+        device = AtRest(at_rest, trained * ADAM, trained * MASTER)
         if offload is None:
             return device
         copies = sum(group.at(workload.itemsize) for group in workload.groups)
         copies = (copies + workload.elsewhere * workload.itemsize) // self.shards
         params = (0 if offload.params else copies) if offload.shards_on_host else at_rest
-        grads = 0 if offload.grads else trained * _MASTER
+        grads = 0 if offload.grads else trained * MASTER
         on_host = sum(device) - (0 if offload.shards_on_host else at_rest) - grads
-        return AtRest(params, 0, grads, on_host, 0 if offload.shards_on_host else trained * _ADAM)
+        return AtRest(params, 0, grads, on_host, 0 if offload.shards_on_host else trained * ADAM)
 
 
 def _at_rest(group: GroupSize) -> int:
     """Bytes of a group's parameters: float32, and frozen ones in their own dtype where that is known."""
     if not group.params:
-        return group.at(_MASTER) + group.elsewhere * _MASTER
+        return group.at(MASTER) + group.elsewhere * MASTER
     frozen = [param for param in group.params if not param.trained]
     itemsize = max((param.itemsize for param in frozen), default=0)
     plain = sum(prod(param.shape) * param.itemsize for param in frozen) - group.coded[0] * itemsize
-    return group.trained * _MASTER + plain + group.coded[1]
+    return group.trained * MASTER + plain + group.coded[1]
 
 
 def memory(schedule: Schedule, workload: Workload, preset: Preset, sharding: Sharding) -> list[HeldBytes]:
@@ -192,7 +193,7 @@ class _Ledger:
         offload = self.sharding.offload
         if not (self.sharding.accumulates or (isinstance(offload, CPUOffloadPolicy) and offload.grads)):
             whole = trained + self.workload.groups[group].elsewhere
-            self.held[Category.GRADIENTS] += whole * _MASTER // self.sharding.shards
+            self.held[Category.GRADIENTS] += whole * MASTER // self.sharding.shards
 
     def compute(self, event: Event, stretch: Stretch) -> HeldBytes:
         """A stretch: what it holds at most, and what remains of it."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.engine.building.grouping import Groups
 from shardwright.errors import ConfigError, InputError
 from shardwright.observe.steps.drawing import Drawing
-from shardwright.options import check, limited
+from shardwright.options import limited
 from shardwright.plan import pipeline
 from shardwright.plan.answer import in_words
 from shardwright.plan.axes import ALONE, Axes, exchanged
@@ -29,20 +29,26 @@ from shardwright.plan.presets import preset, schedule
 from shardwright.plan.prices import Prices
 from shardwright.plan.simulate import Timeline
 from shardwright.plan.trace import trace
+from shardwright.plan.traced import cut_layers
 from shardwright.plan.transformer import Architecture, Microbatch, Recompute
 from shardwright.plan.transformer import workload as workload_of_numbers
 from shardwright.plan.workload import Workload
 from shardwright.policy import DEFAULT_OFFLOAD, Base, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from shardwright.quantized import encodings
 from shardwright.schedule.schedule import Phase, Schedule
+from shardwright.torch_private import tree_map
 
 _SAID = ("runtime", "microbatches", "reshard_after_forward", "keep", "recompute", "base")
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Axes):
     """How a model is trained: the input of ``estimate``.
+
+    Sizes of a mesh are given by their names: ``tp``, ``cp``, ``ep`` and ``pp`` as ``shardwright.mesh`` has
+    them, and ``chunks``, the stages of a pipeline on each rank (1 is 1F1B, more are interleaved). A
+    microbatch is then of the tp x cp x pp ranks that share it, and ``shards`` counts ranks of dp and cp.
 
     Args:
         runtime: "shardwright", "fsdp1" or "fsdp2".
@@ -60,12 +66,6 @@ class Choice:
             which they run, and never the group that runs last.
         keep: share of the groups that stay unsharded from their forward to their backward, 0 to 1: the ones
             that the backward needs first. The others are resharded as ``reshard_after_forward`` says.
-        tp: as ``shardwright.mesh`` has it, as the next three; of a model in numbers. A microbatch is then of
-            the tp x cp x pp ranks that share it, and ``shards`` counts ranks that dp and cp have.
-        cp: ranks that share each sequence.
-        ep: ranks that share the experts.
-        pp: stages of a pipeline.
-        chunks: stages of a pipeline on each rank: 1 is 1F1B, more are interleaved.
 
     Raises:
         InputError: ``base`` is neither, ``shards``, ``microbatches`` or a size of the mesh is below 1, or
@@ -83,19 +83,26 @@ class Choice:
     base: Base = "plain"
     recompute: float = limited(0.0, ge=0, le=1)
     keep: float = limited(0.0, ge=0, le=1)
-    tp: int = limited(1, ge=1)
-    cp: int = limited(1, ge=1)
-    ep: int = limited(1, ge=1)
-    pp: int = limited(1, ge=1)
-    chunks: int = limited(1, ge=1)
 
-    def __post_init__(self) -> None:
-        check(self)
+    __str__ = object.__str__  # all of it, and not of the axes alone
 
-    @property
-    def axes(self) -> Axes:
-        """What ranks share besides shards."""
-        return Axes(self.tp, self.cp, self.ep, self.pp, self.chunks)
+    def shards_on(self, ranks: int) -> int:
+        """Of how many of a cluster's ranks each has a part of a parameter.
+
+        Args:
+            ranks: of the cluster.
+
+        Returns:
+            ``shards``, or all that the axes leave.
+
+        Raises:
+            InputError: the ranks can't be divided so.
+        """
+        of_data = self.data_ranks(ranks)
+        shards = self.shards or of_data
+        if of_data % shards:
+            raise InputError(f"Choice.shards must divide the cluster's {of_data} ranks, got {shards}")
+        return shards
 
 
 @dataclass(frozen=True)
@@ -158,12 +165,8 @@ class Estimate:
         the first step (whose optimizer has no state until its end), in a steady step, in an evaluation of a
         microbatch, in a save of model and optimizer, and while both are loaded from that.
         """
-        shards = self._shards
+        shards = self.choice.shards_on(self.cluster.ranks)
         return phases_of(self.schedule, self.workload, self.kept, self.peak, shards)
-
-    @property
-    def _shards(self) -> int:
-        return self.choice.shards or self.choice.axes.data_ranks(self.cluster.ranks)
 
     @property
     def exchanged(self) -> dict[str, int]:
@@ -194,7 +197,7 @@ class Estimate:
     def tokens_per_s(self) -> float:
         """Tokens a second, of all ranks together."""
         of_all = self.tokens * self.choice.microbatches * self.cluster.ranks
-        return of_all / self.choice.axes.sharing / self.step_s
+        return of_all / self.choice.sharing / self.step_s
 
     @property
     def model_flops(self) -> float:
@@ -320,7 +323,7 @@ class Estimate:
             "network_assumed": cluster.hosts > 1 and not cluster.host_bandwidth,
             "groups": len(self.workload.groups),
             "mesh": str(choice.axes) if choice.axes != ALONE else None,
-            "shards": self._shards,
+            "shards": choice.shards_on(cluster.ranks),
             "microbatch_tokens": self.tokens,
             "offload": offload_name(choice.offload) or "some",
             "fits": self.fits,
@@ -407,16 +410,20 @@ def workload_of(
     """The model and one microbatch, in the groups of ``choice``. Raises: InputError as ``estimate``."""
     if isinstance(model, Architecture):
         return workload_of_numbers(model, a_microbatch(sample, choice), choice.axes)
-    args, named = arguments(sample)
-    groups = chosen_groups(model, choice)
+    args, named = arguments(_part_of(sample, choice.cp))
     quantised = next((name for name, module in model.named_modules() if encodings(module)), None)
     if quantised is not None:
         raise InputError(
             f"{type(model).__name__} has quantised weights ({quantised!r}), which can't be traced without "
             'data; pass the model as it was before quantize_, and Choice(base="nf4")'
         )
-    found = trace(model, args, named, groups, choice.mp_policy.param_dtype, loss)
-    return replace(found, tokens=_tokens([*args, *named.values()]), name=type(model).__name__)
+    shared = choice.axes != ALONE
+    numel = sum(param.numel() for param in model.parameters()) if shared else 0
+    groups = chosen_groups(model, choice)
+    with cut_layers(model, choice):
+        found = trace(model, args, named, groups, choice.mp_policy.param_dtype, loss, choice)
+    tokens = _tokens([*args, *named.values()]) * choice.cp
+    return replace(found, tokens=tokens, name=type(model).__name__, parameters=numel)
 
 
 def price(workload: Workload, cluster: Cluster, choice: Choice) -> Estimate:
@@ -427,9 +434,7 @@ def price(workload: Workload, cluster: Cluster, choice: Choice) -> Estimate:
     cluster = a_cluster(cluster)
     if choice.axes != ALONE and not workload.parameters:
         raise InputError(
-            f"Choice asks for {choice.axes} of {workload.name}, and how ranks share the layers of a module "
-            "isn't known: pass its numbers (shardwright.plan.Architecture; for the command a folder's "
-            "config.json or a row), or leave tp, cp, ep, pp and chunks out"
+            f"Choice asks for {choice.axes} of {workload.name}, which was traced without: pass it to of_model"
         )
     runs = preset(choice.runtime)
     workload = _changed(workload, choice)
@@ -438,10 +443,7 @@ def price(workload: Workload, cluster: Cluster, choice: Choice) -> Estimate:
     kept = kept_groups(workload, choice.keep)
     reshards = choice.reshard_after_forward if choice.pp == 1 else False
     planned = schedule(workload, runs, reshards, kept)
-    ranks = choice.axes.data_ranks(cluster.ranks)
-    shards = choice.shards or ranks
-    if ranks % shards:
-        raise InputError(f"Choice.shards must divide the cluster's {ranks} ranks, got {shards}")
+    shards = choice.shards_on(cluster.ranks)
     smaller = _smaller_world(reshards, shards)
     sizes = _itemsizes(choice.mp_policy)
     prices = Prices(
@@ -497,7 +499,8 @@ def _changed(workload: Workload, choice: Choice) -> Workload:
 def chosen_groups(model: nn.Module, choice: Choice) -> list[TracedGroup]:
     """The groups that a choice asks for. Raises: InputError."""
     ours = choice.runtime.startswith("shardwright")
-    return traced_groups(model, choice.groups, choice.mp_policy, cuts=ours)
+    with cut_layers(model, choice):
+        return traced_groups(model, choice.groups, choice.mp_policy, cuts=ours)
 
 
 def _smaller_world(reshard: bool | int, shards: int) -> int | None:
@@ -537,3 +540,37 @@ def _tokens(values: Sequence[Any]) -> int:
     if first is None:
         return 1
     return first.numel() if not first.is_floating_point() else first.shape[0]
+
+
+def first_tensor(sample: Any) -> Tensor | None:
+    """The first one that has dims: its first dim is the sample's rows, its second their tokens."""
+    args, named = arguments(sample)
+    values = [*args, *named.values()]
+    return next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
+
+
+def _part_of(sample: Any, cp: int) -> Any:
+    """What a rank of cp has of it: a part of each row."""
+    first = first_tensor(sample)
+    if cp == 1 or first is None:
+        return sample
+    if first.dim() < 2:
+        raise InputError(f"cp={cp} shares the tokens of rows, and the sample is {list(first.shape)}")
+    return resized(sample, first.shape[0], -(-first.shape[1] // cp))
+
+
+def resized(sample: Any, rows: int, sequence: int | None) -> Any:
+    """The sample with so many rows and tokens in every tensor that has as many as the first one."""
+    first = first_tensor(sample)
+    if first is None or (rows, sequence) == (first.shape[0], first.shape[1] if first.dim() > 1 else None):
+        return sample
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != first.shape[0]:
+            return leaf
+        shape = [rows, *leaf.shape[1:]]
+        if sequence is not None and leaf.dim() > 1 and leaf.shape[1] == first.shape[1]:
+            shape[1] = sequence
+        return leaf.new_empty(shape).requires_grad_(leaf.requires_grad)
+
+    return tree_map(resize, sample)

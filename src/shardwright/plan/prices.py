@@ -146,19 +146,22 @@ class Prices:
         """Seconds of so many exchanges of a rank on an axis: on tp all-gathers or reduce-scatters, on cp and
         ep all-to-alls, on pp what one rank sends another."""
         ranks, apart = self.axes.place(op.axis, self.cluster.ranks)
-        nbytes = op.nbytes / op.kernels
-        if op.axis == "tp":
-            return op.kernels * self._over(ranks, apart).seconds(nbytes)
+        nbytes = op.nbytes / op.kernels / self.constants.exchange
+        return op.kernels * (self.constants.exchange_s + self._exchanged(op.axis, ranks, apart, nbytes))
+
+    def _exchanged(self, axis: str, ranks: int, apart: int, nbytes: float) -> Seconds:
+        if axis == "tp":
+            return self._over(ranks, apart).seconds(nbytes)
         inside, out, bandwidth = self._spread(ranks, apart)
-        if op.axis == "pp":  # to the next rank of the axis
+        if axis == "pp":  # to the next rank of the axis
             hop, rate = (1.0, self._inside) if inside > 1 else (HOST_HOP, bandwidth)
-            return op.kernels * (LAUNCH_S + self.constants.hop_s * hop + nbytes / rate)
+            return LAUNCH_S + self.constants.hop_s * hop + nbytes / rate
         # To each rank goes an equal part: inside of the host, and through its part of the host's network.
         seconds = LAUNCH_S + self.constants.hop_s * (inside - 1 + HOST_HOP * out)
         seconds = seconds + nbytes / ranks * (inside - 1) / self._inside
         if out:
             seconds = seconds + nbytes / ranks * (ranks - inside) * inside / bandwidth
-        return op.kernels * seconds
+        return seconds
 
     def _spread(self, ranks: int, apart: int) -> tuple[int, int, Seconds]:
         """Of ranks so far apart: how many are on a host, on how many other hosts there are more, and the

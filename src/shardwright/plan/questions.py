@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shardwright.errors import InputError
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.predict import Choice, Estimate, price
-from shardwright.plan.search import Candidate, space_of
+from shardwright.plan.search import space_of
 from shardwright.plan.subject import Subject
 
 _MOST = 2**24
@@ -116,7 +116,7 @@ def fewest_ranks(
         ConfigError: the runtime isn't known.
     """
     host, within = cluster.ranks_per_host, cluster.within(budget)
-    together = (choice or Choice()).axes.sharing
+    together = (choice or Choice()).sharing
     inside, hosts = host // together, lcm(host, together)
 
     def at(place: int) -> Estimate:
@@ -152,11 +152,9 @@ def savings(subject: Subject, cluster: Cluster, choice: Choice | None = None) ->
         ConfigError: the runtime isn't known.
     """
     space = space_of(subject, cluster, choice or Choice())
-    values = space.values
-    plain = Candidate(*(each[0] for each in values.values()))
-    base, found = space.price(plain), []
-    for lever, others in values.items():
-        tried = [space.price(plain._replace(**{lever: value})) for value in others[1:]]
+    base, found = space.price(space.plain), []
+    for lever, others in space.values.items():
+        tried = [space.price(space.plain._replace(**{lever: value})) for value in others[1:]]
         if tried:
             best = min(tried, key=lambda one: (one.nbytes, one.step_s))
             value = getattr(best.candidate, lever)

@@ -56,12 +56,7 @@ def _changes_that_fit(case: Exhausted) -> list[str]:
     has_stepped = measured[Category.STATES] > shards
     more = measured[Category.OTHER] + (measured[Category.STATES] - planned) * has_stepped
     room = case.capacity_nbytes - more
-    changes = [
-        plain._replace(**{lever: value})
-        for lever, values in space.values.items()
-        for value in values
-        if value != getattr(plain, lever)
-    ]
+    changes = space.changes(plain)
     both: list[Candidate] = []
     found = _fastest(_fitting(space, changes, base, room), base)
     if len(found) < _SHOWN:

@@ -6,7 +6,7 @@ is traced again; everything else is the same workload, changed (``levers``) and 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -179,24 +179,38 @@ class Space:
     @property
     def values(self) -> dict[str, tuple[Any, ...]]:
         """Of each lever, by its name in ``Candidate``."""
-        axes = self.choice.axes
-        ranks, host = axes.data_ranks(self.cluster.ranks), max(1, self.cluster.ranks_on_host // axes.tp)
+        choice = self.choice
+        ranks, host = choice.data_ranks(self.cluster.ranks), max(1, self.cluster.ranks_on_host // choice.tp)
         groups = self.workloads[1].groups
         count = sum(group.part_of is None for group in groups)
-        may_be_coded = self.choice.base == "plain" and any(group.frozen[0] for group in groups)
+        may_be_coded = choice.base == "plain" and any(group.frozen[0] for group in groups)
         return {
             "groups": tuple(dict.fromkeys(max(1, count // size) for size in (1, 2, 4, 8, 16, 32))),
             "recomputed": _SHARES[:1] if recomputes(self.workloads[1]) else _SHARES,
             "shards": tuple(
                 dict.fromkeys(s for s in (ranks, 8 * host, host) if ranks % s == 0 and s <= ranks)
             ),
-            "reshards": (True, *([host] if 1 < host < ranks and axes.pp == 1 else [])),
+            "reshards": (True, *([host] if 1 < host < ranks and choice.pp == 1 else [])),
             "kept": _SHARES,
             "ahead": _AHEAD,
             "split": tuple(self.workloads),
             "offload": tuple(OFFLOADS)[: 1 if self.cluster.device.is_host else None],
-            "base": BASES if may_be_coded else (self.choice.base,),
+            "base": BASES if may_be_coded else (choice.base,),
         }
+
+    @property
+    def plain(self) -> Candidate:
+        """The first value of each lever."""
+        return Candidate(*(each[0] for each in self.values.values()))
+
+    def changes(self, candidate: Candidate) -> list[Candidate]:
+        """Those that differ from it in one lever."""
+        return [
+            candidate._replace(**{lever: value})
+            for lever, values in self.values.items()
+            for value in values
+            if value != getattr(candidate, lever)
+        ]
 
     def all(self) -> Iterable[Candidate]:
         """Every candidate: only for small spaces."""
@@ -300,8 +314,7 @@ def fastest_mesh(given: Subject, cluster: Cluster, choice: Choice, budget: float
     found = list[tuple[tuple[float, float], Subject, Choice]]()
     for axes in _meshes_of(arch, batch, cluster.ranks):
         rows = replace(batch, sequences=batch.sequences * axes.tp * axes.cp)
-        sizes = {"tp": axes.tp, "cp": axes.cp, "ep": axes.ep, "pp": axes.pp}
-        one = replace(choice, microbatches=choice.microbatches * axes.pp, **sizes)
+        one = replace(choice, microbatches=choice.microbatches * axes.pp, **asdict(axes))
         subject = of_architecture(arch, rows, axes, given.workload.name)
         space = space_of(subject, cluster.within(budget), one)
         found.append((min(_rank(space.price(start)) for start in _starts(space)), subject, one))
@@ -318,7 +331,7 @@ def _meshes_of(arch: Architecture, batch: Microbatch, ranks: int) -> list[Axes]:
     sizes = [2**power for power in range(_MOST.bit_length())]
     found = []
     for pp, ep, cp, tp in product(sizes, sizes if arch.experts else [1], sizes, sizes):
-        axes = Axes(tp, cp, ep, pp)
+        axes = Axes(tp=tp, cp=cp, ep=ep, pp=pp)
         try:
             axes.data_ranks(ranks)
             part_of(arch, axes)
@@ -331,9 +344,8 @@ def _meshes_of(arch: Architecture, batch: Microbatch, ranks: int) -> list[Axes]:
 
 def _starts(space: Space) -> tuple[Candidate, Candidate]:
     """The plain candidate, and the one that holds least without offload."""
-    values = space.values
-    plain = Candidate(*(each[0] for each in values.values()))
-    return plain, plain._replace(recomputed=values["recomputed"][-1], split=values["split"][-1])
+    most = {lever: space.values[lever][-1] for lever in ("recomputed", "split")}
+    return space.plain, space.plain._replace(**most)
 
 
 def fastest(subject: Subject, cluster: Cluster, choice: Choice, budget: float | None = None) -> FoundPlan:
@@ -362,9 +374,8 @@ def grouped(model: nn.Module, sample: Any, cluster: Cluster, choice: Choice) -> 
     """
     subject = of_model(model, sample, choice, any_loss)
     space = Space(cluster, choice, {1: subject.workload})
-    plain = Candidate(*(each[0] for each in space.values.values()))
-    reshards = choice.reshard_after_forward
-    plain = plain._replace(shards=choice.shards or cluster.ranks, reshards=reshards, kept=choice.keep)
+    given = {"shards": choice.shards_on(cluster.ranks), "reshards": choice.reshard_after_forward}
+    plain = space.plain._replace(**given, kept=choice.keep)
     tried = [space.price(plain._replace(groups=count)) for count in space.values["groups"]]
     best = thriftiest(space, min(tried, key=_rank))
     _, parts = space.prepare(best.candidate)
@@ -381,8 +392,8 @@ def any_loss(out: Any) -> Tensor:
 
 def space_of(subject: Subject, cluster: Cluster, choice: Choice) -> Space:
     """The space of a model that is split into as many microbatches as its rows can be."""
-    axes = choice.axes  # over whose ranks a microbatch is spread, so that there are more rows in it
-    more = tuple(_SPLITS[-1] * 2**power for power in range(1, (axes.tp * axes.cp).bit_length()))
+    # A microbatch is spread over the ranks of tp and cp, so that there are more rows in it.
+    more = tuple(_SPLITS[-1] * 2**power for power in range(1, (choice.tp * choice.cp).bit_length()))
     splits = [split for split in _SPLITS + more if subject.rows % split == 0]
     workloads = {split: subject.at(subject.rows // split, subject.sequence) for split in splits}
     return Space(cluster, choice, workloads)
@@ -395,8 +406,8 @@ def planned(found: Estimate, listed: Sequence[tuple[str, ...]]) -> Plan:
     kept = kept_groups(found.workload, choice.keep)
     again = first_blocks(found.workload, choice.recompute)
     return Plan(
-        ranks=choice.axes.data_ranks(found.cluster.ranks),
-        shards=choice.shards or choice.axes.data_ranks(found.cluster.ranks),
+        ranks=choice.data_ranks(found.cluster.ranks),
+        shards=choice.shards_on(found.cluster.ranks),
         groups=tuple(
             PlannedGroup(
                 names, index not in (root, *kept) and choice.pp == 1 and choice.reshard_after_forward
@@ -446,12 +457,8 @@ def thriftiest(space: Space, best: Tried) -> Tried:
 def _climb(space: Space, start: Candidate) -> Tried:
     best = space.price(start)
     while True:
-        changes = [
-            best.candidate._replace(**{lever: value})
-            for lever, values in space.values.items()
-            for value in values
-            if value != getattr(best.candidate, lever) and (lever != "base" or value == values[0])
-        ]
+        bases = best.candidate.base, space.plain.base  # another one changes results
+        changes = [each for each in space.changes(best.candidate) if each.base in bases]
         found = min(map(space.price, changes), key=_rank)
         if _rank(found) >= _rank(best):
             return best

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright.plan.memory import ADAM, MASTER
 from shardwright.plan.presets import Preset
 from shardwright.plan.prices import CollectiveCost, Prices, Seconds
 from shardwright.plan.workload import Stretch, Workload
 from shardwright.policy import CPUOffloadPolicy
 from shardwright.schedule.schedule import Action, ActionKind, Phase, Schedule
 
-_AT_REST, _ADAM = 4, 8
-"""Bytes of an element of a shard and its gradient, and of its state in the optimizer."""
 LANES = ("host", "compute", "gather", "reduce", "all-reduce", "copies")
 
 
@@ -197,8 +196,10 @@ class _Step:
         if prices.cluster.ranks > prices.shards:
             seconds = prices.all_reduce(numel // prices.shards * prices.reduce_itemsize)
             end = lanes.run("all-reduce", str(action), seconds, end)
+            if self.preset.host_computes:  # a device's is bound by the network, and takes few of its units
+                lanes.busy.append((end - seconds, end))
         if self.offload is not None and self.offload.grads:
-            self._host_copy(action, numel // prices.shards * _AT_REST, end)
+            self._host_copy(action, numel // prices.shards * MASTER, end)
         self.reduced |= dict.fromkeys(action.groups, end)
 
     def _host_copy(self, action: Action, nbytes: int, after: Seconds) -> Seconds:
@@ -228,8 +229,8 @@ class _Step:
         assert self.offload is not None
         run, copy = self.lanes.run, self.prices.host_copy
         if not self.offload.shards_on_host:
-            here = run("copies", "state", copy(numel * _ADAM), self.now())
-            return run("copies", "state", copy(numel * _ADAM), run("compute", "optimizer", seconds, here))
+            here = run("copies", "state", copy(numel * ADAM), self.now())
+            return run("copies", "state", copy(numel * ADAM), run("compute", "optimizer", seconds, here))
         stepped = run("host", "optimizer", seconds, self.now())
         if self.offload.params:
             return stepped

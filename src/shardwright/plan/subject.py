@@ -12,10 +12,16 @@ from torch import Tensor, nn
 
 from shardwright.plan.axes import ALONE, Axes
 from shardwright.plan.events import cut_from
-from shardwright.plan.predict import Choice, a_microbatch, arguments, chosen_groups, workload_of
+from shardwright.plan.predict import (
+    Choice,
+    a_microbatch,
+    chosen_groups,
+    first_tensor,
+    resized,
+    workload_of,
+)
 from shardwright.plan.transformer import Architecture, Microbatch, workload
 from shardwright.plan.workload import Workload
-from shardwright.torch_private import tree_map
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,13 @@ def of_model(
     choice = choice or Choice()
     if isinstance(model, Architecture):
         return of_architecture(model, a_microbatch(sample, choice), choice.axes)
-    first = _first_tensor(sample)
+    first = first_tensor(sample)
     rows = first.shape[0] if first is not None else 1
     sequence = first.shape[1] if first is not None and first.dim() > 1 else None
 
     @cache
     def at(rows: int, sequence: int | None) -> Workload:
-        return workload_of(model, _resized(sample, rows, sequence), choice, loss)
+        return workload_of(model, resized(sample, rows, sequence), choice, loss)
 
     return Subject(names_of_groups(model, choice), rows, sequence, at)
 
@@ -98,26 +104,3 @@ def of_architecture(
     blocks = tuple((f"model.layers.{index}",) for index in range(-(-arch.n_layers // axes.pp)))
     modules = (*blocks, ("model.embed_tokens", "model.norm", "lm_head"))
     return Subject(modules, batch.sequences, batch.sequence, at, (arch, batch))
-
-
-def _first_tensor(sample: Any) -> Tensor | None:
-    args, named = arguments(sample)
-    values = [*args, *named.values()]
-    return next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
-
-
-def _resized(sample: Any, rows: int, sequence: int | None) -> Any:
-    """The sample with so many rows and tokens in every tensor that has as many as the first one."""
-    first = _first_tensor(sample)
-    if first is None or (rows, sequence) == (first.shape[0], first.shape[1] if first.dim() > 1 else None):
-        return sample
-
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != first.shape[0]:
-            return leaf
-        shape = [rows, *leaf.shape[1:]]
-        if sequence is not None and leaf.dim() > 1 and leaf.shape[1] == first.shape[1]:
-            shape[1] = sequence
-        return leaf.new_empty(shape).requires_grad_(leaf.requires_grad)
-
-    return tree_map(resize, sample)

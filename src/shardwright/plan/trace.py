@@ -18,7 +18,9 @@ from torch.func import functional_call
 from torch.utils.flop_counter import flop_registry
 
 from shardwright.errors import InputError
+from shardwright.plan.axes import ALONE, Axes
 from shardwright.plan.events import StepEvents, TracedGroup, cut_from
+from shardwright.plan.traced import exchanging
 from shardwright.plan.workload import GroupSize, Op, OpKind, ParamSize, Stretch, Workload
 from shardwright.quantized.codecs import NF4
 from shardwright.quantized.module import is_base
@@ -58,6 +60,7 @@ def trace(
     groups: Sequence[TracedGroup],
     dtype: torch.dtype | None = None,
     loss: Loss | None = None,
+    axes: Axes = ALONE,
 ) -> Workload:
     """The workload of ``model(*sample, **named)`` and its backward. Nothing is computed, and nothing changed.
 
@@ -65,6 +68,7 @@ def trace(
     dtype: of parameters and floating-point inputs while they are computed with (None: their own).
     loss: from what the model returns, the tensor that the backward begins at; left out where that is a
     tensor of one element, or has it as ``.loss``.
+    axes: of ranks of which each has such a sample, and such a part of the model (``traced``).
     Raises: InputError where the forward needs data, or returns no loss.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -78,7 +82,7 @@ def trace(
         events = recorder.events = StepEvents(model, groups, params, dtype, recorder.note)
         state = {f"model.{name}": tensor for name, tensor in (params | buffers).items()}
         try:
-            with events, recorder, _without_torchs_traceback():
+            with events, recorder, exchanging(model, axes, recorder.exchange), _without_torchs_traceback():
                 functional_call(_Whole(model, loss), state, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise _untraceable(model, (tuple(sample), dict(named)), error) from error
@@ -218,6 +222,14 @@ class _Recorder(TorchDispatchMode):
         """An event happens here."""
         self.noted.append(_Noted(event.group, current_graph_task() != -1, event=event))
 
+    def exchange(self, op: Op) -> None:
+        """Ranks exchange something here."""
+        self.noted.append(_Noted(self._group, current_graph_task() != -1, op))
+
+    @property
+    def _group(self) -> int:
+        return self.events.inside[-1] if self.events.inside else _NOBODY
+
     def __torch_dispatch__(
         self, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -229,9 +241,8 @@ class _Recorder(TorchDispatchMode):
             return out
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         read = frozenset(self.held.get(_key(tensor), 0) for tensor in inputs)
-        group = self.events.inside[-1] if self.events.inside else _NOBODY
         op = _op(function, args, kwargs, out, inputs, outputs)
-        self.noted.append(noted := _Noted(group, current_graph_task() != -1, op, read))
+        self.noted.append(noted := _Noted(self._group, current_graph_task() != -1, op, read))
         for tensor in outputs:
             storage, key = tensor.untyped_storage(), _key(tensor)
             if key not in self.held:

@@ -16,7 +16,7 @@ from shardwright.plan.predict import Choice, workload_of
 from shardwright.plan.presets import preset, schedule
 from shardwright.plan.workload import Workload
 from shardwright.policy import DEFAULT_OFFLOAD, SchedulePolicy
-from shardwright.recipe.config import MeshConfig, Recipe
+from shardwright.recipe.config import Recipe
 from shardwright.train.eager import plan_of, policies_of, precision_of
 from shardwright.train.engine import TrainingProcess
 from shardwright.train.models import Transformer, loss_of
@@ -27,23 +27,22 @@ def peak_of(recipe: Recipe, place: TrainingProcess, work: Workload, policy: Sche
 
     work: one microbatch. Not counted: Python and libraries, the data, and what an evaluation or a save takes.
     """
-    if recipe.mesh != MeshConfig(dp=recipe.mesh.dp):
-        raise InputError("what ranks of replicate, tp, cp, ep or pp hold has no price")
+    shards = choice_of(recipe, place.world).shards_on(place.world)
     runs = replace(preset("shardwright"), policy=policy)
     precision, on_host = precision_of(recipe), place.device_type == "cpu"
     itemsize = precision.sum_dtype(torch.float32, precision.param_dtype or torch.float32).itemsize
     offload = DEFAULT_OFFLOAD if on_host else policies_of(recipe)["offload_policy"]
-    sharding = Sharding(place.world, itemsize, offload=offload)
+    sharding = Sharding(shards, itemsize, offload=offload)
     held = peak(memory(schedule(work, runs), work, runs, sharding))
     nbytes = dict(held.nbytes)
     if offload == DEFAULT_OFFLOAD:  # the plan's states are those of AdamW and parameters in float32
-        nbytes[Category.STATES] = _states_nbytes(recipe, place.world, work)
+        nbytes[Category.STATES] = _states_nbytes(recipe, shards, work)
     if recipe.training.accumulation > 1:  # gradients of earlier microbatches are kept whole
         nbytes[Category.GRADIENTS] += work.trained * itemsize
     return HeldBytes(held.at, nbytes)
 
 
-def _states_nbytes(recipe: Recipe, world: int, work: Workload) -> int:
+def _states_nbytes(recipe: Recipe, shards: int, work: Workload) -> int:
     """Bytes at rest on one rank, in the dtypes that parameters have there, with the optimizer's state."""
     total = 0
     for group in work.groups:
@@ -53,13 +52,25 @@ def _states_nbytes(recipe: Recipe, world: int, work: Workload) -> int:
         for param in group.params:
             each = 2 if recipe.optimizer.kind == "adamw-8bit" else 2 * param.itemsize
             total += param.trained * prod(param.shape) * each
-    return total // world
+    return total // shards
+
+
+def choice_of(recipe: Recipe, ranks: int) -> Choice:
+    """The dtypes and the mesh of a recipe on so many ranks. Raises: InputError where they make up no mesh."""
+    sizes = recipe.mesh.model_dump(exclude={"pp_schedule"})
+    dp, copies = sizes.pop("dp"), sizes.pop("replicate")
+    choice = Choice(mp_policy=precision_of(recipe), **sizes)
+    found, left = divmod(choice.data_ranks(ranks), copies * choice.cp)
+    if left or dp not in (0, found):
+        said = " x ".join(f"{name}={size}" for name, size in recipe.mesh.model_dump(exclude={"pp_schedule"}).items() if size > 1)
+        raise InputError(f"mesh: {said} are not the {ranks} ranks; change mesh.dp, or leave it out")
+    return replace(choice, shards=found * choice.cp)
 
 
 def expected_of_bytes(recipe: Recipe, place: TrainingProcess) -> HeldBytes:
     """Of the byte-level model. Raises: InputError where it can't be traced."""
     model, sample = meta_transformer(recipe)
-    choice, policy = Choice(mp_policy=precision_of(recipe)), recipe.schedule.policy()
+    choice, policy = choice_of(recipe, place.world), recipe.schedule.policy()
     if recipe.training.plan:
         plan = plan_of(recipe)
         plan.recompute(model)

@@ -79,7 +79,8 @@ class Pipeline:
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.stages, self._device, self._scale = stages, device, 1.0
         tokens, hidden, out = tensors
-        hidden.requires_grad_(), out.requires_grad_()
+        for tensor in (hidden, out):
+            tensor.requires_grad_()
 
         def made() -> Any:  # one that trains, one that doesn't: torch prepares a stage for either
             part = PipelineStage(
