@@ -57,12 +57,13 @@ def _states_nbytes(recipe: Recipe, shards: int, work: Workload) -> int:
 
 def choice_of(recipe: Recipe, ranks: int) -> Choice:
     """The dtypes and the mesh of a recipe on so many ranks. Raises: InputError where they make up no mesh."""
-    sizes = recipe.mesh.model_dump(exclude={"pp_schedule"})
+    asked = recipe.mesh.model_dump(exclude={"pp_schedule"})
+    sizes = dict(asked)
     dp, copies = sizes.pop("dp"), sizes.pop("replicate")
     choice = Choice(mp_policy=precision_of(recipe), **sizes)
     found, left = divmod(choice.data_ranks(ranks), copies * choice.cp)
     if left or dp not in (0, found):
-        said = " x ".join(f"{name}={size}" for name, size in recipe.mesh.model_dump(exclude={"pp_schedule"}).items() if size > 1)
+        said = " x ".join(f"{name}={size}" for name, size in asked.items() if size > 1)
         raise InputError(f"mesh: {said} are not the {ranks} ranks; change mesh.dp, or leave it out")
     return replace(choice, shards=found * choice.cp)
 
