@@ -40,6 +40,8 @@ from shardwright.errors import CheckpointError, InputError, StageError
 from shardwright.extras import from_extra
 from shardwright.files import json_file, opened, reading
 from shardwright.module import FSDPModule
+from shardwright.ops.gather import scattered
+from shardwright.params.placement import part_of
 from shardwright.policy import Lora
 from shardwright.quantized import encodings
 from shardwright.quantized.codec import scales_name
@@ -286,9 +288,7 @@ def _replace(module: nn.Module, name: str, full: torch.Tensor) -> None:
     """The parameter of that name by ``full``, sharded as it is."""
     old = parameters_of(module)[name]
     assert old is not None
-    if isinstance(old, DTensor):
-        full = distribute_tensor(full, old.device_mesh, old.placements, src_data_rank=None)
-    parameters_of(module)[name] = nn.Parameter(full, requires_grad=old.requires_grad)
+    parameters_of(module)[name] = nn.Parameter(scattered(old, full), requires_grad=old.requires_grad)
 
 
 @torch.no_grad()
@@ -313,8 +313,7 @@ def _set_magnitudes(model: nn.Module, names: Sequence[str]) -> None:
             if isinstance(vector, DTensor):
                 if isinstance(full, DTensor):  # of a layer that ranks share
                     full = full.full_tensor()
-                full = distribute_tensor(full, vector.device_mesh, vector.placements, src_data_rank=None)
-                vector.to_local().copy_(full.to_local())
+                vector.to_local().copy_(part_of(vector, full))
             else:
                 vector.copy_(full)
 

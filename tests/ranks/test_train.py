@@ -402,7 +402,7 @@ def test_a_rank_that_is_killed_ends_all_within_seconds(place):
 
 @pytest.mark.slow
 def test_a_run_by_muon_learns_and_resumes_to_the_same_bits(place):
-    options = ("--optimizer.kind", "muon", "--optimizer.lr", "0.02", "--launch.ranks", "1", "--run.folder")
+    options = ("--optimizer.kind", "muon", "--optimizer.lr", "0.02", "--launch.ranks", "2", "--run.folder")
     succeeded(place, *options, "muon")
     losses = [loss for (loss,) in rows(place / "muon", "loss") if loss]
     assert losses[-1] < losses[0] - 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.extras import from_extra
+from shardwright.params.ragged import placed_as
 
 with from_extra("bnb"):
     import bitsandbytes  # pyright: ignore[reportMissingImports]
@@ -130,8 +131,4 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _like(p: nn.Parameter, rows: Tensor) -> Tensor:
     """``rows`` distributed as ``p`` is."""
-    if not isinstance(p, DTensor):
-        return rows
-    return DTensor.from_local(
-        rows, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    return placed_as(p, rows)

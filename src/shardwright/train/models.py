@@ -14,10 +14,11 @@ import hashlib
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.ops.activations import inputs_on_host as on_host
+from shardwright.params.placement import part_of
 from shardwright.recipe.config import ModelConfig
 from shardwright.train.flops import flops_per_token
 
@@ -130,8 +131,7 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             full = self._initial(name, parameter.shape, seed)
             if isinstance(parameter, DTensor):
-                own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                parameter.to_local().copy_(own.to_local())
+                parameter.to_local().copy_(part_of(parameter, full))
             else:
                 parameter.copy_(full)
 

@@ -128,6 +128,20 @@ def mark_of(grad: torch.Tensor | None) -> Mark | None:
     return local.mark if isinstance(local, _StandIn) else None
 
 
+def _clears(marks: dict[ShardedParam, Mark]) -> list[tuple[ShardedParam, Mark, bool]]:
+    """By parameter its mark, and whether the caller has dropped its gradient.
+
+    What another rank owns no optimizer of this one holds that could clear it: it is cleared with the rest.
+    """
+    dropped = {param for param, mark in marks.items() if mark_of(param.sharded.grad) is not mark}
+    cleared = any(mark.cleared for mark in marks.values())
+    for param, mark in marks.items() if dropped or cleared else ():
+        if param.split.sizes is not None and not param.local.numel():
+            mark.cleared |= not dropped
+            dropped |= {param} if dropped else set()
+    return [(param, mark, param in dropped) for param, mark in marks.items()]
+
+
 class GradPlace(StrEnum):
     """Where a gradient waits (see the table above)."""
 
@@ -197,15 +211,7 @@ class GradientState:
 
     def follow_clears(self) -> None:
         """What the caller has cleared since it was marked waits no more; in place: zeros wait."""
-        marks = tuple(self._marks.items())
-        dropped = {param for param, mark in marks if mark_of(param.sharded.grad) is not mark}
-        cleared = bool(dropped) or any(mark.cleared for _, mark in marks)
-        for param, mark in marks:
-            if cleared and param.split.sizes is not None and not param.local.numel():
-                # Another rank owns it, and clears it with its own: here no optimizer has it that could.
-                mark.cleared |= not dropped
-                dropped |= {param} if dropped else set()
-            is_dropped = param in dropped
+        for param, mark, is_dropped in _clears(self._marks) if self._marks else ():
             if not (mark.cleared or is_dropped):
                 continue
             keeping = [at for place, at in self.at.items() if place in _OUTLAST_FAILURE and param in at]

@@ -20,7 +20,7 @@ from shardwright.engine.optimizers.registry import KnownOptimizer, registry
 from shardwright.engine.step.runtime import Runtime, unsettled
 from shardwright.engine.unit import made_of
 from shardwright.errors import InputError, StageError, UnsupportedTorch, warn
-from shardwright.params.placement import part_of, shard_behind
+from shardwright.params.placement import SHARD, part_of
 from shardwright.torch_private import current_graph_task, has_optimizer_kernels, local_of
 
 _LEFT_OUT = "_left_out_of_sharding"
@@ -29,7 +29,7 @@ _LEFT_OUT = "_left_out_of_sharding"
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Torch calls it before each step of any optimizer."""
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    params = [shard_behind(param) for param in held]
+    params = [getattr(param, SHARD, param) for param in held]
     if listeners.needs:
         listeners.need(f"a step of {type(optimizer).__name__}", *State, params=params)
     groups = _groups()
@@ -70,7 +70,7 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
         param.grad = grad
     known.hidden = []
     for param in known.owned:  # it counts changes of its own
-        increment_version(local_of(shard_behind(param)))
+        increment_version(local_of(getattr(param, SHARD)))
     for table in known.tables:  # inside of a backward the groups that all ranks have reduced are stepped
         table.num_steps += current_graph_task() == -1
     if known.paged:
