@@ -291,7 +291,7 @@ def balanced(given: Any) -> Balanced:
     """The hidden matrices of the module, or modules, that one call of ``fully_shard`` is given, to be spread
     over their owners."""
     modules = list(given) if isinstance(given, list | tuple) else [given]
-    return Balanced({id(p): p for m in modules for p in map(m.get_parameter, hidden_matrices(m))})
+    return Balanced.of(p for m in modules for p in map(m.get_parameter, hidden_matrices(m)))
 
 
 def _groups(params: Params) -> list[dict[str, Any]]:

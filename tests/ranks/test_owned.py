@@ -493,3 +493,15 @@ def test_stages_of_a_pipeline_save_what_their_ranks_own_as_one_model(tmp_path):
         if ours.ndim > 1:
             momenta = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (ours, theirs), strict=True)]
             assert (momenta[0] - momenta[1]).abs().max() < 1e-12
+
+
+def owners_that_differ(rank, world):
+    if rank:
+        fully_shard(nn.Linear(6, 4), layout="owner")  # which changes who comes next
+    model = sharded("owner")
+    with pytest.raises(InputError, match=r"(?s)ranks have sharded different models.*in rows \["):
+        loss_of(model, 0, slice(None))
+
+
+def test_ranks_that_have_chosen_different_owners_are_told_before_anything_is_gathered():
+    run_ranks(2, owners_that_differ)

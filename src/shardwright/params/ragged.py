@@ -11,7 +11,7 @@ An optimizer of whole matrices (Muon, Shampoo) so has each on one rank, and send
 
 import copyreg
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from multiprocessing.reduction import ForkingPickler
@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.errors import InputError
 from shardwright.params.at_rest import as_torch, reduced
+from shardwright.params.binding import is_extended
 from shardwright.params.placement import RaggedShard, Split, held_by
 from shardwright.schedule.balance import Load, Matrices, newton_schulz_flops, owners
 from shardwright.schedule.layout import ParamLayout
@@ -100,11 +101,43 @@ Layout = Owned | Blocks | str | None
 class Balanced:
     """Owners of the hidden matrices of one call of ``fully_shard``, chosen together.
 
-    matrices: by id. rows: of those whose owners are chosen, of each rank.
+    matrices: shape (under tensor parallelism of this rank's part) and bytes of an element, by the id of the
+    parameter, until that is sharded: who holds the parameters would keep their memory. rows: of those whose
+    owners are chosen, of each rank, by id and transport.
     """
 
-    matrices: dict[int, nn.Parameter]
-    rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    matrices: dict[int, tuple[tuple[int, ...], int]]
+    rows: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(params: Iterable[nn.Parameter]) -> "Balanced":
+        """Of these, none of which is sharded yet."""
+        return Balanced({id(param): (_local_shape(param), param.element_size()) for param in params})
+
+    def take(self, param: nn.Parameter, axis: Axis) -> tuple[int, ...]:
+        """Rows of each rank of a matrix that is sharded now, or of a stack of them."""
+        key = id(param), id(axis.comm)
+        if key not in self.rows:
+            # At once with those of the call that are still to be sharded: they are spread more evenly then.
+            found = {id(param): (_local_shape(param), param.element_size()), **self.matrices}
+            weights = [
+                Matrices(
+                    shape[0] if len(shape) == 3 else 1,
+                    math.prod(shape[-2:]) * itemsize,
+                    newton_schulz_flops(shape[-2:]) if len(shape) > 1 else 0,
+                )
+                for shape, itemsize in found.values()
+            ]
+            loads = axis.comm.loads = axis.comm.loads or [Load() for _ in range(axis.world)]
+            for (each, (shape, _)), counts in zip(found.items(), owners(weights, loads), strict=True):
+                many = 1 if len(shape) == 3 else shape[0]
+                self.rows[each, id(axis.comm)] = tuple(count * many for count in counts)
+        self.matrices.pop(id(param), None)
+        return self.rows.pop(key)
+
+
+def _local_shape(param: torch.Tensor) -> tuple[int, ...]:
+    return tuple((local_of(param) if isinstance(param, DTensor) else param).shape)
 
 
 def check_layout(layout: Any) -> None:
@@ -131,9 +164,16 @@ def laid_out(names: Mapping[nn.Parameter, str], splits: Mapping[nn.Parameter, Sp
             wanted = Owned() if is_owned else None if isinstance(layout, Balanced) else layout
         if wanted is None or split.dim is None:
             continue
-        rows = _layout_of(param, split.axis.world)
+        if is_extended(param):
+            if split.layout is None:
+                continue
+            raise InputError(
+                f"{names[param]!r} is a {type(param.data).__name__}, whose class says what is gathered of "
+                "equal rows; leave Owned and Blocks out for it"
+            )
+        rows = ParamLayout(_local_shape(param), split.axis.world)
         if wanted == Owned():
-            sizes = _balanced(param, split.axis, layout if isinstance(layout, Balanced) else Balanced({}))
+            sizes = (layout if isinstance(layout, Balanced) else Balanced({})).take(param, split.axis)
         else:
             sizes = wanted.sizes(rows, names[param])
         # Where torch.chunk cuts the same rows it is a plain Shard, which all of torch knows.
@@ -141,33 +181,6 @@ def laid_out(names: Mapping[nn.Parameter, str], splits: Mapping[nn.Parameter, Sp
         is_even = sizes == tuple(stop - start for start, stop in spans)
         made[param] = replace(split, layout=wanted, sizes=None if is_even else sizes)
     return made
-
-
-def _layout_of(param: torch.Tensor, world: int) -> ParamLayout:
-    local = local_of(param) if isinstance(param, DTensor) else param
-    return ParamLayout(tuple(local.shape), world)
-
-
-def _balanced(param: nn.Parameter, axis: Axis, together: Balanced) -> tuple[int, ...]:
-    """Rows of each rank of a matrix whose owner is to be chosen, or of a stack of them."""
-    if id(param) not in together.rows:
-        # At once with those of the call that are still to be sharded: they are spread more evenly then.
-        params = [param, *(each for key, each in together.matrices.items() if key not in together.rows)]
-        params = list({id(each): each for each in params}.values())
-        layouts = [_layout_of(each, axis.world) for each in params]
-        weights = [
-            Matrices(
-                layout.rows if len(layout.shape) == 3 else 1,
-                math.prod(layout.shape[-2:]) * each.element_size(),
-                newton_schulz_flops(layout.shape[-2:]) if len(layout.shape) > 1 else 0,
-            )
-            for each, layout in zip(params, layouts, strict=True)
-        ]
-        loads = axis.comm.loads = axis.comm.loads or [Load() for _ in range(axis.world)]
-        for each, layout, counts in zip(params, layouts, owners(weights, loads), strict=True):
-            many = 1 if len(layout.shape) == 3 else layout.rows
-            together.rows[id(each)] = tuple(count * many for count in counts)
-    return together.rows[id(param)]
 
 
 # ---- the tensor

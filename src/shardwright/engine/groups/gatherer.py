@@ -158,7 +158,8 @@ class Gatherer:
             return "its weight is tied, and another module reads all of it"
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
             return "its forward changes the weight (max_norm)"
-        if param.layout.dim != 0 or param.inner is not None or param.split.on_host:
+        is_even = param.layout.dim == 0 and param.layout.sizes is None
+        if not is_even or param.inner is not None or param.split.on_host:
             return "its weight isn't sharded by rows on this device"
         if param in self.decoding.parts or param.extended:
             return "its weight is a tensor subclass that says itself what is gathered"

@@ -72,9 +72,10 @@ def _lines(group: ParamGroup) -> list[str]:
         layout = param.layout
         kept = ", which the policy leaves in it" if param.split.keeps_dtype else ""
         name = param.compared.get(param.fqn, param.fqn)
+        rows = "" if layout.sizes is None else f" in rows {list(layout.sizes)}"
         lines.append(
             f"parameter {name} of group {group.name}: shape {list(layout.shape)}, sharded on dim "
-            f"{layout.dim}, {param.sharded.dtype}{kept}{by_rows}"
+            f"{layout.dim}{rows}, {param.sharded.dtype}{kept}{by_rows}"
         )
         names = [(member.names[0], list(member.shape)) for member in param.members]
         lines += [f"  its member {param.compared.get(name, name)}: shape {shape}" for name, shape in names]
