@@ -12,6 +12,7 @@ What that leaves of the sum at most, if communication cost nothing, is printed b
 """
 
 import argparse
+import atexit
 import signal
 import sys
 import time
@@ -86,12 +87,15 @@ def _sleep_besides(cores: float) -> None:
 
     def sleep(*_: object) -> None:
         nonlocal used_s
-        spent_s, used_s = time.process_time() - used_s, time.process_time()
-        time.sleep(spent_s * (1 / cores - 1))
+        began_s, used_s = used_s, time.process_time()
+        time.sleep(max(used_s - began_s, 0.0) * (1 / cores - 1))  # below 0: a signal came within another
 
     signal.signal(signal.SIGPROF, sleep)
     signal.siginterrupt(signal.SIGPROF, False)
     signal.setitimer(signal.ITIMER_PROF, 5e-3, 5e-3)
+    atexit.register(
+        signal.setitimer, signal.ITIMER_PROF, 0
+    )  # it would end a process that is past its handlers
 
 
 def main() -> None:
