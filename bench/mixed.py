@@ -93,9 +93,7 @@ def _sleep_besides(cores: float) -> None:
     signal.signal(signal.SIGPROF, sleep)
     signal.siginterrupt(signal.SIGPROF, False)
     signal.setitimer(signal.ITIMER_PROF, 5e-3, 5e-3)
-    atexit.register(
-        signal.setitimer, signal.ITIMER_PROF, 0
-    )  # it would end a process that is past its handlers
+    atexit.register(signal.setitimer, signal.ITIMER_PROF, 0)  # a signal after its handler's end would kill
 
 
 def main() -> None:
