@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from bench.links import LINKS, LinkError, places
+from bench.quotas import cgroups
 
 
 def arguments(doc: str | None, limit_s: float) -> argparse.ArgumentParser:
@@ -21,6 +22,7 @@ def arguments(doc: str | None, limit_s: float) -> argparse.ArgumentParser:
     parser.add_argument("--limit-s", type=float, default=limit_s, help="longest time for all of it")
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.set_defaults(cores=())
     return parser
 
 
@@ -36,7 +38,7 @@ def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace],
         dist.destroy_process_group()
         return
     try:
-        start(options.link, options.world, script, options.limit_s)
+        start(options.link, options.world, script, options.limit_s, options.cores)
     except LinkError as error:
         sys.exit(f"bench: {error}")
 
@@ -49,12 +51,14 @@ def slowest_s(round_s: Callable[[], float]) -> float:
     return took.item()
 
 
-def start(link: str, world: int, script: str, limit_s: float) -> None:
+def start(link: str, world: int, script: str, limit_s: float, cores: Sequence[float] = ()) -> None:
     """Start ``script`` with this process' arguments and ``--rank``, ``--store`` once per rank; end them all.
+
+    cores: that each rank may use at most, where this machine has CPU cgroups to give away; (): all.
 
     Exits with a message where a rank fails or runs past ``limit_s``. Raises: LinkError.
     """
-    with tempfile.TemporaryDirectory() as folder, places(link, world) as homes:
+    with tempfile.TemporaryDirectory() as folder, places(link, world) as homes, cgroups(len(cores)) as quota:
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank, home in enumerate(homes):
@@ -62,6 +66,9 @@ def start(link: str, world: int, script: str, limit_s: float) -> None:
                 environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": home.interface}
                 inner = ["--rank", str(rank), "--store", f"{folder}/store"]
                 ranks.append(subprocess.Popen([*words, *inner], env=environment))
+                if cores and quota is not None:
+                    quota.set(rank, cores[rank])
+                    quota.hold(rank, ranks[-1].pid)
             failed = [rank for rank, process in enumerate(ranks) if process.wait(limit_s)]
         except subprocess.TimeoutExpired:
             sys.exit(f"bench: a rank ran past {limit_s:g} s (--limit-s)")

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # this che
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.links import DEVICE, LinkError, Place, Shape, places, reshape
+from bench.quotas import Quota, cgroups
 from bench.toy import add_toy
 from bench.waits_rank import AS_IS, Order
 from bench.waits_rank import main as rank_main
@@ -50,7 +51,6 @@ WORLD, WARM, SLOW, LEFT_OUT = 3, 5, 10, 2
 CAUSES = (DATA, QUOTA, LINK, GARBAGE, PAGING, CHECKPOINT)
 SMALLER_MS = (45.0, 90.0)  # what a cause is to take of a step
 LARGER = (1.6, 2.2)  # the larger one of two: so many times that
-PERIOD_US = 10_000  # of a quota: the kernel's own 100 ms would stop some of so short steps, and others not
 FREE = Shape("10gbit")
 
 
@@ -98,51 +98,6 @@ def drawn(chance: random.Random, causes: Sequence[str]) -> tuple[Cause, ...]:
     smaller = chance.uniform(*SMALLER_MS)
     sizes = [smaller * chance.uniform(*LARGER), smaller] if len(names) > 1 else [smaller]
     return tuple(Cause(name, chance.randrange(WORLD), ms) for name, ms in zip(names, sizes, strict=True))
-
-
-class Quota:
-    """A CPU cgroup for each rank, of the first or second version."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-        self._is_first = (first / "cpu.cfs_quota_us").exists() or (first / "cgroup.procs").exists()
-        root = first if self._is_first else second
-        self.folders = [root / f"shardwright-bench-{os.getpid()}-{rank}" for rank in range(WORLD)]
-        for folder in self.folders:
-            folder.mkdir()
-            stack.callback(_remove, folder)
-        self.set(0, 1.0)
-
-    def set(self, rank: int, cores: float | None) -> None:
-        """Give a rank so many cores; None: all."""
-        folder = self.folders[rank]
-        quota = None if cores is None else max(1000, int(cores * PERIOD_US))
-        if self._is_first:
-            (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (folder / "cpu.cfs_quota_us").write_text(str(-1 if quota is None else quota))
-        else:
-            (folder / "cpu.max").write_text(f"{'max' if quota is None else quota} {PERIOD_US}")
-
-
-def _remove(folder: Path) -> None:
-    for _ in range(50):  # until the kernel has seen that its processes have ended
-        try:
-            folder.rmdir()
-            return
-        except OSError:
-            time.sleep(0.1)
-
-
-@contextmanager
-def cgroups() -> Iterator[Quota | None]:
-    """A quota for each rank; None where this machine lends none."""
-    with ExitStack() as stack:
-        try:
-            quota = Quota(stack)
-            quota.set(0, None)
-        except OSError:
-            quota = None
-        yield quota
 
 
 class Ranks:
@@ -276,7 +231,7 @@ def started() -> Iterator[Bench]:
     """Ranks that have made their first steps. Raises: LinkError where links can't be shaped."""
     with ExitStack() as stack:
         homes = stack.enter_context(places("10gbit", WORLD))
-        quota = stack.enter_context(cgroups())
+        quota = stack.enter_context(cgroups(WORLD))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwright-waits-"))
         bench = Bench(Ranks(stack, homes, quota, folder), homes, quota, Path(folder, "rings"))
         bench.ranks.ask([Order(2 * WARM, {})] * WORLD)

@@ -68,6 +68,14 @@ def test_the_bench_of_meshes_prints_a_step_of_eight_mixes_beside_its_prediction(
 
 
 @pytest.mark.slow
+def test_the_bench_of_mixed_ranks_prints_their_speeds_alone_and_together():
+    alone = r"rank \d alone: [\d.]+ samples/s, on [\d.]+ cores\n"
+    assert re.search(
+        rf"{alone}{alone}together: [\d.]+ samples/s, [\d.]+ of the sum; at most", toy("mixed.py")
+    )
+
+
+@pytest.mark.slow
 def test_the_bench_of_entropy_prints_a_row_for_each_class_of_tensors_and_for_each_coder():
     printed = toy("entropy.py")
     for run in ("from scratch, 1e-3", "fine-tune, 1e-3"):

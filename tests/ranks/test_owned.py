@@ -418,7 +418,9 @@ def test_a_layout_that_cannot_be_is_refused_and_nothing_is_sharded(layout, says)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Blocks(0), lambda: Blocks(elements=0), lambda: Blocks(shares=(0, 0))]
+    "make",
+    [lambda: Blocks(0), lambda: Blocks(elements=0)]
+    + [lambda s=s: Blocks(shares=s) for s in ((0, 0), (), (1, float("nan")), (1, float("inf")))],
 )
 def test_blocks_of_nothing_are_refused(make):
     with pytest.raises(InputError, match="got Blocks"):

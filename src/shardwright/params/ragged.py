@@ -76,8 +76,8 @@ class Blocks:
             object.__setattr__(self, "shares", tuple(self.shares))
         if self.rows < 1 or (self.elements is not None and self.elements < 1):
             raise InputError(f"a block has 1 row, or element, or more; got {self}")
-        if self.shares is not None and (min(self.shares) < 0 or not sum(self.shares) > 0):
-            raise InputError(f"shares are 0 or more, and not all 0; got {self}")
+        if self.shares is not None and not (min(self.shares, default=-1) >= 0 < sum(self.shares) < math.inf):
+            raise InputError(f"shares are finite, 0 or more, and not all 0; got {self}")
 
     def sizes(self, layout: ParamLayout, fqn: str) -> tuple[int, ...]:
         """Rows of each rank. Raises: InputError for shares of another number of ranks."""
