@@ -1,7 +1,7 @@
 """What a step with Muon costs, by how the ranks come to whole matrices.
 
     python bench/muon.py
-    python bench/muon.py --systems rows-adamw --rounds 25
+    python bench/muon.py --systems --rounds 24
 
 One transformer is trained in five ways, whose steps alternate in one process, one compute thread per rank:
 ``rows-adamw`` is ours with AdamW; ``owner-muon`` is ``layout="owner"`` with ``shardwright.optim.Muon``;
@@ -12,7 +12,8 @@ without bfloat16 units multiply faster. What isn't a hidden matrix is stepped by
 
 ``bound`` is a step of ``rows-adamw`` and, measured alone in the same round, the Newton-Schulz iterations of
 the matrices that a rank of ``owner-muon`` has, of the slowest rank. Printed are medians, and the median and
-quartiles of the ratios of a round. Counted in a step of the optimizer, not in what is timed: MiB that a rank
+quartiles of the ratios of a round: of the slowest rank's time, and of the ranks' mean CPU time, which other
+work on the machine disturbs less. Counted in a step of the optimizer, not in what is timed: MiB that a rank
 must send for the collectives of torch that it calls, and what it has sent over our sockets; and by torch's
 ``FlopCounterMode`` the FLOPs of all ranks and of the busiest one, over those of one process. The loss is the
 last one of rank 0: all Muons train alike.
@@ -205,54 +206,63 @@ def measure(options: argparse.Namespace) -> None:
     """One rank: every system's steps; rank 0 prints the table."""
     shardwright.set_transport(options.transport)
     size, world = options.size, options.world
-    systems = {name: system_of(name, size, world) for name in (OURS, *options.systems.split(","))}
+    systems = {name: system_of(name, size, world) for name in ("rows-adamw", OURS, *options.systems)}
     owned = [torch.randn(each.shape) for each in shardwright.owned_params(systems[OURS].model)]
     losses: dict[str, list[float]] = {name: [] for name in systems}
-    times: dict[str, list[float]] = {name: [] for name in (*systems, "alone")}
+    walls: dict[str, list[float]] = {name: [] for name in (*systems, "alone")}
+    cpus: dict[str, list[float]] = {name: [] for name in walls}
     for number in range(WARM_UP_STEPS + options.rounds):
         batch = tokens(size, options.rank, number)
         rounds = {name: partial(each.step_s, batch, losses[name]) for name, each in systems.items()}
         rounds["alone"] = partial(newton_schulz_s, owned)
         for turn in range(len(rounds)):  # each comes first in one round, and last in another
             name = list(rounds)[(number + turn) % len(rounds)]
-            times[name].append(slowest_s(rounds[name]))
+            begin = time.process_time()
+            walls[name].append(slowest_s(rounds[name]))
+            cpus[name].append(time.process_time() - begin)
     batch = tokens(size, options.rank, 0)
     found = {name: counted(each, batch, world) for name, each in systems.items()}
     every: list[Any] = [None] * world
-    dist.all_gather_object(every, found)
+    dist.all_gather_object(every, (cpus, found))
     if options.rank:
         return
-    steps = {name: took[WARM_UP_STEPS:] for name, took in times.items()}
-    alone, one = steps.pop("alone"), one_process_flops(size)
-    if "rows-adamw" in steps:
-        steps["bound"] = [step + more for step, more in zip(steps["rows-adamw"], alone, strict=True)]
+    means = {
+        name: [sum(each) / world for each in zip(*(rank[name] for rank, _ in every), strict=True)]
+        for name in cpus
+    }
     print(
         f"{size.layers} blocks of width {size.width}, world {world}, {options.link}, {options.rounds} rounds"
     )
-    print(f"Newton-Schulz alone: {1e3 * median(alone):.0f} ms; of one process: {one / 1e9:.4g} GFLOPs")
-    print("| system | ms | owner-muon / it | quartiles | MiB sent | FLOPs | busiest rank's | loss |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    for name, took in steps.items():
-        ratios = [ours / its for ours, its in zip(steps[OURS], took, strict=True)]
-        low, middle, high = quantiles(ratios, n=4, method="inclusive")
-        line = f"| {name} | {1e3 * median(took):.0f} | {middle:.3f} | {low:.3f}-{high:.3f} | "
-        if name in found:
-            sent, flops = zip(*(rank[name] for rank in every), strict=True)
-            line += f"{max(sent) / 2**20:.3g} | {sum(flops) / one:.2f} | {max(flops) / one:.2f} | "
-            line += f"{losses[name][-1]:.5f} |"
+    alone_ms, one = 1e3 * median(walls["alone"][WARM_UP_STEPS:]), one_process_flops(size)
+    print(f"Newton-Schulz alone: {alone_ms:.0f} ms; of one process: {one / 1e9:.4g} GFLOPs")
+    print("| system | ms | owner-muon / it | CPU ms | / it | MiB sent | FLOPs | busiest rank's | loss |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for name in (*systems, "bound"):
+        line = f"| {name} |{_beside(walls, name)}{_beside(means, name)}"
+        if name == "bound":
+            line += " - | - | - | - |"
         else:
-            line += "- | - | - | - |"
+            sent, flops = zip(*(counts[name] for _, counts in every), strict=True)
+            line += f" {max(sent) / 2**20:.3g} | {sum(flops) / one:.2f} | {max(flops) / one:.2f} |"
+            line += f" {losses[name][-1]:.5f} |"
         print(line)
+
+
+def _beside(times: dict[str, list[float]], name: str) -> str:
+    """Cells: the median in ms, and of ``OURS`` over it the median of the rounds, with its quartiles."""
+    took = {each: found[WARM_UP_STEPS:] for each, found in times.items()}
+    if name == "bound":
+        took[name] = [sum(each) for each in zip(took["rows-adamw"], took["alone"], strict=True)]
+    ratios = [ours / its for ours, its in zip(took[OURS], took[name], strict=True)]
+    low, middle, high = quantiles(ratios, n=4, method="inclusive")
+    return f" {1e3 * median(took[name]):.0f} | {middle:.3f} ({low:.2f}-{high:.2f}) |"
 
 
 def main() -> None:
     """Parse, then measure as a rank or launch the ranks."""
     parser = arguments(__doc__, limit_s=300.0)
     parser.add_argument("--transport", default="auto", help="see set_transport")
-    others = [name for name in SYSTEMS if name != OURS]
-    parser.add_argument(
-        "--systems", default=",".join(others), help=f"some of {', '.join(others)}, beside {OURS}"
-    )
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS[2:], default=SYSTEMS[2:], help="besides")
     parser.add_argument("--rounds", type=int, default=6, help="2 or more")
     parser.set_defaults(size=Size(4, 384, 2048, 128, 4))
     add_toy(parser, rounds=2, size=Size(2, 64, 256, 32, 2))
