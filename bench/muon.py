@@ -7,8 +7,9 @@ One transformer is trained in five ways, whose steps alternate in one process, o
 ``rows-adamw`` is ours with AdamW; ``owner-muon`` is ``layout="owner"`` with ``shardwright.optim.Muon``;
 ``rows-gathering`` is ours with the usual Muon, in which every rank gathers each gradient and orthogonalises
 all of them; ``fsdp2-gathering`` is that over torch's ``fully_shard``, and ``fsdp2-torch`` is
-``torch.optim.Muon`` over its DTensors. The last one iterates in bfloat16, the others in float32, which CPUs
-without bfloat16 units multiply faster. What isn't a hidden matrix is stepped by AdamW everywhere.
+``torch.optim.Muon`` over its DTensors. The last one iterates in bfloat16, the others in ``--ns-dtype``: in
+float32, which CPUs without units for bfloat16 multiply faster, or in bfloat16 for a fair comparison with it.
+What isn't a hidden matrix is stepped by AdamW everywhere.
 
 ``bound`` is a step of ``rows-adamw`` and, measured alone in the same round, the Newton-Schulz iterations of
 the matrices that a rank of ``owner-muon`` has, of the slowest rank. Printed are medians, and the median and
@@ -68,8 +69,9 @@ def orthogonalised(x: Tensor) -> Tensor:
 class GatheringMuon(torch.optim.Optimizer):
     """The usual Muon of sharded matrices: every rank gathers and orthogonalises all, and steps its rows."""
 
-    def __init__(self, params: list[nn.Parameter]) -> None:
+    def __init__(self, params: list[nn.Parameter], dtype: torch.dtype) -> None:
         super().__init__(params, {"lr": LEARNING_RATE})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -79,7 +81,7 @@ class GatheringMuon(torch.optim.Optimizer):
             mean = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param.grad))
             mean.lerp_(param.grad, 1 - MOMENTUM)
             (whole,) = shardwright.gathered([param.grad.lerp(mean, MOMENTUM)])
-            update = shardwright.scattered(param.grad, orthogonalised(whole))
+            update = shardwright.scattered(param.grad, orthogonalised(whole.to(self.dtype)).float())
             param.mul_(1 - LEARNING_RATE * WEIGHT_DECAY)
             param.sub_(update, alpha=LEARNING_RATE * max(1.0, whole.shape[0] / whole.shape[1]) ** 0.5)
 
@@ -108,7 +110,7 @@ class System(NamedTuple):
         return took_s
 
 
-def system_of(name: str, size: Size, world: int) -> System:
+def system_of(name: str, size: Size, world: int, dtype: str) -> System:
     """One of ``SYSTEMS``, with the same first weights on every rank."""
     model = build(size)
     kind, _, stepped = name.partition("-")
@@ -132,14 +134,17 @@ def system_of(name: str, size: Size, world: int) -> System:
             model, [AdamW([{"params": matrices}, {"params": rest, **REST}], LEARNING_RATE, foreach=True)]
         )
     if stepped == "muon":
-        return System(model, [_our_muon(shardwright.owned_params(model), rest)])
-    muon = GatheringMuon(matrices) if stepped == "gathering" else torch.optim.Muon(matrices, LEARNING_RATE)
+        return System(model, [_our_muon(shardwright.owned_params(model), rest, dtype)])
+    if stepped == "gathering":
+        muon: Any = GatheringMuon(matrices, getattr(torch, dtype))
+    else:
+        muon = torch.optim.Muon(matrices, LEARNING_RATE)
     return System(model, [muon, AdamW(rest, foreach=True, **REST)])
 
 
-def _our_muon(matrices: Any, rest: list[nn.Parameter]) -> Muon:
+def _our_muon(matrices: Any, rest: list[nn.Parameter], dtype: str) -> Muon:
     of_rest = {f"rest_{name}": value for name, value in REST.items()}
-    return Muon(matrices, LEARNING_RATE, ns_dtype="float32", rest=rest, **of_rest)
+    return Muon(matrices, LEARNING_RATE, ns_dtype=dtype, rest=rest, **of_rest)
 
 
 _SENT: dict[str, Callable[[int, int], float]] = {
@@ -190,7 +195,7 @@ def one_process_flops(size: Size) -> int:
     for param in matrices:
         param.grad = torch.zeros_like(param)
     with FlopCounterMode(display=False) as flops:
-        _our_muon(matrices, []).step()
+        _our_muon(matrices, [], "float32").step()
     return flops.get_total_flops()
 
 
@@ -206,8 +211,12 @@ def measure(options: argparse.Namespace) -> None:
     """One rank: every system's steps; rank 0 prints the table."""
     shardwright.set_transport(options.transport)
     size, world = options.size, options.world
-    systems = {name: system_of(name, size, world) for name in ("rows-adamw", OURS, *options.systems)}
-    owned = [torch.randn(each.shape) for each in shardwright.owned_params(systems[OURS].model)]
+    systems = {
+        name: system_of(name, size, world, options.ns_dtype)
+        for name in ("rows-adamw", OURS, *options.systems)
+    }
+    dtype = getattr(torch, options.ns_dtype)
+    owned = [torch.randn(each.shape, dtype=dtype) for each in shardwright.owned_params(systems[OURS].model)]
     losses: dict[str, list[float]] = {name: [] for name in systems}
     walls: dict[str, list[float]] = {name: [] for name in (*systems, "alone")}
     cpus: dict[str, list[float]] = {name: [] for name in walls}
@@ -263,6 +272,7 @@ def main() -> None:
     parser = arguments(__doc__, limit_s=300.0)
     parser.add_argument("--transport", default="auto", help="see set_transport")
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS[2:], default=SYSTEMS[2:], help="besides")
+    parser.add_argument("--ns-dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=6, help="2 or more")
     parser.set_defaults(size=Size(4, 384, 2048, 128, 4))
     add_toy(parser, rounds=2, size=Size(2, 64, 256, 32, 2))
