@@ -11,10 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright import optim
 from shardwright.errors import InputError
 from shardwright.optim import Muon, hidden_matrices
-from shardwright.recipe.config import ModelConfig, OptimizerConfig
 from shardwright.schedule.balance import newton_schulz_flops
-from shardwright.train.eager import build_optimizer
-from shardwright.train.models import Transformer
 
 SHAPES = [(8, 24), (24, 8), (8, 8), (8, 24), (3, 5), (1, 7)]
 ADJUSTMENTS = [None, "original", "match_rms_adamw"]
@@ -252,23 +249,3 @@ def test_hidden_matrices_are_the_weights_between_embeddings_and_head():
     model.get_output_embeddings, model._no_split_modules = lambda: model.head, []
     assert hidden_matrices(model) == INSIDE
     assert hidden_matrices(Model(rows=10)) == ["head.weight", *INSIDE]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_recipe_has_torchs_muon_for_the_matrices_of_the_blocks_and_adamw_for_the_rest(exact, tied):
-    torch.manual_seed(0)
-    # As wide as the vocabulary of bytes: the output of a block isn't the head.
-    model = Transformer(ModelConfig(num_layers=2, dim=256, num_heads=2, hidden_dim=24, tied_embedding=tied))
-    other = copy.deepcopy(model)
-    ours = build_optimizer(OptimizerConfig(kind="muon", lr=0.02, weight_decay=0.3), model)
-    for group in ours.param_groups[:1]:
-        group["ns_dtype"] = "float32"
-    inside = [p for p in other.blocks.parameters() if p.ndim == 2]
-    rest = [p for p in other.parameters() if all(p is not each for each in inside)]
-    theirs = [torch.optim.Muon(inside, 0.02, 0.3, adjust_lr_fn="match_rms_adamw")]
-    for decay, ndim in ((0.3, 2), (0.0, 1)):
-        group = [p for p in rest if p.ndim == ndim]
-        theirs.append(torch.optim.AdamW(group, 0.02, (0.9, 0.95), weight_decay=decay))
-    listed = [*model.parameters()], [*other.parameters()]
-    steps([ours, *theirs], listed, 3)
-    equal(listed)

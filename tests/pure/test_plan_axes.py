@@ -11,7 +11,7 @@ import pytest
 from shardwright.cli import main
 from shardwright.errors import InputError
 from shardwright.plan import Architecture, Choice, Microbatch, estimate, fewest_ranks, of_model, runs, search
-from shardwright.plan.axes import Axes, in_flight
+from shardwright.plan.axes import AxisSizes, in_flight
 from shardwright.plan.cluster import Cluster, device
 from shardwright.plan.configs import architecture
 from shardwright.plan.presets import preset
@@ -57,7 +57,7 @@ def test_an_exchange_between_hosts_takes_longer_than_inside_of_one():
 @pytest.mark.parametrize("axis", ["tp", "cp", "ep", "pp"])
 def test_an_exchange_takes_what_was_measured_of_exchanges(axis):
     def taken(nbytes, **measured):
-        constants, axes = replace(CLUSTER.constants, **measured), Axes(**{axis: 8})
+        constants, axes = replace(CLUSTER.constants, **measured), AxisSizes(**{axis: 8})
         prices = Prices(CLUSTER, constants, preset("shardwright"), 8, axes=axes)
         return prices.exchange(Op(OpKind.EXCHANGE, nbytes=nbytes, axis=axis))
 
@@ -79,11 +79,11 @@ def test_a_pipeline_is_idle_for_its_bubble_and_an_interleaved_one_for_half_of_th
 @pytest.mark.parametrize(
     ("axes", "stage", "microbatches", "held"),
     [
-        (Axes(pp=4), 0, 8, 4),
-        (Axes(pp=4), 3, 8, 1),
-        (Axes(pp=4), 0, 2, 2),
-        (Axes(pp=4, chunks=2), 0, 8, 5.5),
-        (Axes(pp=4, chunks=2), 3, 8, 2.5),
+        (AxisSizes(pp=4), 0, 8, 4),
+        (AxisSizes(pp=4), 3, 8, 1),
+        (AxisSizes(pp=4), 0, 2, 2),
+        (AxisSizes(pp=4, chunks=2), 0, 8, 5.5),
+        (AxisSizes(pp=4, chunks=2), 3, 8, 2.5),
     ],
 )
 def test_a_stage_holds_the_microbatches_that_are_on_their_way(axes, stage, microbatches, held):

@@ -104,6 +104,18 @@ def test_the_bench_of_differences_compares_bit_for_bit_at_each_rate_and_sends_fe
     assert all(float(fewer) < 0.6 * float(plain) for _, plain, fewer in found)
 
 
+@pytest.mark.slow
+def test_the_bench_of_muon_counts_that_owners_send_nothing_and_compute_nothing_twice():
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in toy("muon.py").splitlines()[-6:]]
+    sent, flops, busiest, losses = ({row[0]: float(row[n]) for row in rows[:-1]} for n in (5, 6, 7, 8))
+    assert (sent["owner-muon"], flops["owner-muon"], busiest["owner-muon"]) == (0, 1, 0.5)
+    assert all(sent[name] > 0 and flops[name] == 2 for name in ("rows-gathering", "fsdp2-gathering"))
+    assert sent["fsdp2-torch"] > sent["fsdp2-gathering"]
+    muons = [loss for name, loss in losses.items() if name != "rows-adamw"]
+    assert muons == pytest.approx(muons[:1] * 4, abs=1e-4)
+    assert rows[-1][0] == "bound" and all(float(row[1]) > 0 < float(row[3]) for row in rows)
+
+
 def job(tmp_path: Path, system: str) -> Job:
     return Job("solo", system, 0, 1, "lo", 1, 1, 1, False, str(tmp_path), Size(1, 64, 64, 8, 1))
 

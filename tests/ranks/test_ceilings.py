@@ -51,6 +51,8 @@ _MESHES = (
     "(src/shardwright/parallel); their prices in plans: 420; pipelines' checkpoints: 70"
 )
 
+_OWNED = "whole matrices on their owner, blocks, Muon: core 215, src 660"
+_ALL_AXES = "experts and pipelines in recipes: 350; waits by axis, inputs on the host, rings: 360; plans: 130"
 _STACKED = "adapters of stacked experts: 160 lines; codes of stacked and packed weights, of the core: 115"
 
 _PUBLISHED = "weights leave as they are made (src/shardwright/publishing): 1,269 lines"
@@ -62,29 +64,33 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(13_890, 14_500),
+    "lines that the import loads": Ceiling(14_202, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
-    "lines loaded after ten steps": Ceiling(17_259, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}"),
+    "lines loaded after ten steps": Ceiling(
+        17_573, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}; {_OWNED}; {_ALL_AXES}"
+    ),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_110, 1_800, f"{_PLANNED}; {_AHEAD}"),
     "code lines of the core": Ceiling(
-        12_192,
+        12_406,
         9_700,
-        f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}; {_STACKED}",
+        f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}; {_STACKED}; "
+        f"{_OWNED}",
     ),
     "code lines of src": Ceiling(
-        41_287,
+        43_001,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
-        f"{_MESHES}; {_STACKED}",
+        f"{_MESHES}; {_STACKED}; {_OWNED}; {_ALL_AXES}",
     ),
     "code lines of tests": Ceiling(
-        49_513,
+        50_916,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700, vLLM 90; the simulated device: 200; shared sequences: 540; "
-        "every mesh: 250; experts, recipes and plans of meshes: 600; stacked experts and torchao: 430",
+        "every mesh: 250; experts, recipes and plans of meshes: 600; stacked experts and torchao: 430; "
+        "whole matrices and Muon: 900; the last meshes of recipes, plans, traces: 500",
     ),
     "words of README and docs": Ceiling(60_000, 60_000),
     "mutable objects of modules": Ceiling(21, 20, "which context-parallel forward runs in a thread"),

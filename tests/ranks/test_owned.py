@@ -23,8 +23,12 @@ from shardwright import (
     checkpoint,
     fully_shard,
 )
-from shardwright.errors import InputError
+from shardwright.errors import Diverged, InputError
+from shardwright.recipe.config import ModelConfig, OptimizerConfig
 from shardwright.schedule.balance import newton_schulz_flops
+from shardwright.train.eager import build_optimizer
+from shardwright.train.models import Transformer
+from tests.pure import test_optim
 from tests.ranks.pool import run_ranks
 
 LAYOUTS = ["owner", Owned(1), Blocks(3), Blocks(elements=16), Blocks(shares=(2, 1, 1))]
@@ -501,9 +505,38 @@ def owners_that_differ(rank, world):
     if rank:
         fully_shard(nn.Linear(6, 4), layout="owner")  # which changes who comes next
     model = sharded("owner")
-    with pytest.raises(InputError, match=r"(?s)ranks have sharded different models.*in rows \["):
+    with pytest.raises(Diverged, match=r"(?s)ranks have sharded different models.*in rows \["):
         loss_of(model, 0, slice(None))
 
 
 def test_ranks_that_have_chosen_different_owners_are_told_before_anything_is_gathered():
     run_ranks(2, owners_that_differ)
+
+
+exact = test_optim.exact
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_recipe_has_torchs_muon_for_the_matrices_of_the_blocks_and_adamw_for_the_rest(exact, tied):
+    torch.manual_seed(0)
+    # As wide as the vocabulary of bytes: the output of a block isn't the head.
+    model = Transformer(ModelConfig(num_layers=2, dim=256, num_heads=2, hidden_dim=24, tied_embedding=tied))
+    other = copy.deepcopy(model)
+    fully_shard(model, layout="owner")
+    ours = build_optimizer(OptimizerConfig(kind="muon", lr=0.02, weight_decay=0.3), model)
+    for group in ours.param_groups[:1]:
+        group["ns_dtype"] = "float32"
+    inside = [p for p in other.blocks.parameters() if p.ndim == 2]
+    rest = [p for p in other.parameters() if all(p is not each for each in inside)]
+    theirs = [torch.optim.Muon(inside, 0.02, 0.3, adjust_lr_fn="match_rms_adamw")]
+    for decay, ndim in ((0.3, 2), (0.0, 1)):
+        group = [p for p in rest if p.ndim == ndim]
+        theirs.append(torch.optim.AdamW(group, 0.02, (0.9, 0.95), weight_decay=decay))
+    for step in range(3):
+        tokens = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(step))
+        for each, optimizers in ((model, [ours]), (other, theirs)):
+            nn.functional.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert worst(whole_of(model), other.state_dict()) < 1e-6

@@ -17,7 +17,7 @@ from shardwright.transport.recorder import CALLED
 _AXIS = "mesh_"  # begins what torch says of the group of a mesh's axis
 
 
-class _Called(NamedTuple):
+class _Begun(NamedTuple):
     """What of a record is known before the wait; the first ones as in ``recorder.py``."""
 
     name: str
@@ -48,17 +48,17 @@ def see_torchs(tensor_parallel: bool, pipeline: bool) -> None:
         see_messages(_messages, lambda begun: _waiting(begun, met=False))
 
 
-def _begun(group: ProcessGroup, key: str, link: tuple[int, ...] = (), axis: str = "") -> _Called:
+def _begun(group: ProcessGroup, key: str, link: tuple[int, ...] = (), axis: str = "") -> _Begun:
     ranks, described = tuple(dist.get_process_group_ranks(group)), group.group_desc
     axis = axis or (described.removeprefix(_AXIS) if described.startswith(_AXIS) else "")
     between = " to ".join(map(str, link)) or f"of {','.join(map(str, ranks))}"
     name = f"{axis or 'group'} {between}"
     process_state.num_called[name] += 1
     number = process_state.num_called[name]
-    return _Called(name, axis, ranks, key, number, str(process_state.phase), clock.perf_counter(), link)
+    return _Begun(name, axis, ranks, key, number, str(process_state.phase), clock.perf_counter(), link)
 
 
-def _messages(operations: Sequence[dist.P2POp]) -> list[_Called]:
+def _messages(operations: Sequence[dist.P2POp]) -> list[_Begun]:
     """Those that are received first: they are waited for."""
     own = dist.get_rank()
     links = [(op.group, (own, op.peer) if op.op == dist.isend else (op.peer, own)) for op in operations]
@@ -67,7 +67,7 @@ def _messages(operations: Sequence[dist.P2POp]) -> list[_Called]:
 
 
 @contextmanager
-def _waiting(begun: Sequence[_Called], met: bool = True) -> Iterator[None]:
+def _waiting(begun: Sequence[_Begun], met: bool = True) -> Iterator[None]:
     start = clock.perf_counter()
     yield
     end = clock.perf_counter()

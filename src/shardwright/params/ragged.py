@@ -47,7 +47,18 @@ class Owned:
     rank: int | None = None
 
     def sizes(self, layout: ParamLayout, fqn: str) -> tuple[int, ...]:
-        """Rows of each rank. Raises: InputError for a rank that the axis doesn't have."""
+        """Rows of each rank; ``fully_shard`` asks for them.
+
+        Args:
+            layout: shape of the parameter, and number of ranks.
+            fqn: its name, for messages.
+
+        Returns:
+            One number for each rank.
+
+        Raises:
+            InputError: the axis doesn't have this rank.
+        """
         if not 0 <= (self.rank or 0) < layout.world:
             raise InputError(f"{fqn!r} was given to rank {self.rank} of an axis of {layout.world} ranks")
         return tuple(layout.rows if rank == self.rank else 0 for rank in range(layout.world))
@@ -65,6 +76,9 @@ class Blocks:
             8-bit optimizers quantise together. Where it doesn't divide a row, several rows are kept together.
         shares: one number for each rank of the sharded axis, as (2, 1, 1) where the first has twice the
             memory; None: all are equal.
+
+    Raises:
+        InputError: a block of nothing, or shares that are no shares.
     """
 
     rows: int = 1
@@ -80,7 +94,18 @@ class Blocks:
             raise InputError(f"shares are finite, 0 or more, and not all 0; got {self}")
 
     def sizes(self, layout: ParamLayout, fqn: str) -> tuple[int, ...]:
-        """Rows of each rank. Raises: InputError for shares of another number of ranks."""
+        """Rows of each rank; ``fully_shard`` asks for them.
+
+        Args:
+            layout: shape of the parameter, and number of ranks.
+            fqn: its name, for messages.
+
+        Returns:
+            One number for each rank.
+
+        Raises:
+            InputError: there are shares of another number of ranks.
+        """
         world, step = layout.world, self.rows
         shares = self.shares or (1,) * world
         if len(shares) != world:
@@ -225,14 +250,14 @@ class RaggedTensor(DTensor):
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
         """See ``DTensor.redistribute``: to other placements on the same mesh. All its ranks call it."""
-        joined = _Joined.apply(self)
+        joined = _Rejoined.apply(self)
         if placements is None or tuple(placements) == self.placements:
             return self
         return joined.redistribute(device_mesh, placements, **options)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """See ``DTensor.full_tensor``."""
-        return _Joined.apply(self).full_tensor(grad_placements=grad_placements)
+        return _Rejoined.apply(self).full_tensor(grad_placements=grad_placements)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"RaggedTensor(local_tensor={local_of(self)}, placements={self.placements})"
@@ -329,7 +354,7 @@ def _joined(tensor: RaggedTensor) -> DTensor:
     return DTensor(whole, DTensorSpec(spec.mesh, placements, meta), requires_grad=False)  # type: ignore[call-arg]
 
 
-class _Joined(torch.autograd.Function):
+class _Rejoined(torch.autograd.Function):
     """``_joined``; gradients go back to this rank's part."""
 
     @staticmethod

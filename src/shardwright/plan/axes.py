@@ -16,7 +16,7 @@ _BF16 = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axes:
+class AxisSizes:
     """How many ranks share what, as ``shardwright.mesh`` has it; the others are of sharding.
 
     Args:
@@ -40,9 +40,9 @@ class Axes:
         check(self)
 
     @property
-    def axes(self) -> "Axes":
+    def axes(self) -> "AxisSizes":
         """These sizes alone, of what may be a ``Choice``."""
-        return Axes(**{each.name: getattr(self, each.name) for each in fields(Axes)})
+        return AxisSizes(**{each.name: getattr(self, each.name) for each in fields(AxisSizes)})
 
     @property
     def sharing(self) -> int:
@@ -87,7 +87,7 @@ class Axes:
         return " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp alone"
 
 
-ALONE = Axes()
+ALONE = AxisSizes()
 """Sharding alone."""
 
 
@@ -95,7 +95,7 @@ def _exchange(axis: str, nbytes: float, times: int = 1) -> Op:
     return Op(OpKind.EXCHANGE, nbytes=nbytes * times, kernels=times, axis=axis)
 
 
-def of_layers(axes: Axes, tokens: float, d_model: int, times: int) -> tuple[Op, ...]:
+def of_layers(axes: AxisSizes, tokens: float, d_model: int, times: int) -> tuple[Op, ...]:
     """All-gathers and reduce-scatters of activations, [tokens, d_model], over tp.
 
     With sequence parallelism a block has two of each in its forward, around attention and around the
@@ -106,7 +106,7 @@ def of_layers(axes: Axes, tokens: float, d_model: int, times: int) -> tuple[Op, 
     return (_exchange("tp", _BF16 * tokens * d_model, times),) if axes.tp > 1 else ()
 
 
-def of_attention(axes: Axes, tokens: float, q_dim: int, kv_dim: int, head_dim: int) -> tuple[Op, ...]:
+def of_attention(axes: AxisSizes, tokens: float, q_dim: int, kv_dim: int, head_dim: int) -> tuple[Op, ...]:
     """Two all-to-alls over cp, of queries, keys and values, and of what attention gives, each of the bytes
     that a rank has (``parallel/ulysses.py``). Those of a backward are as many and as large. Heads of keys and
     values are repeated until cp divides them."""
@@ -116,13 +116,13 @@ def of_attention(axes: Axes, tokens: float, q_dim: int, kv_dim: int, head_dim: i
     return tuple(_exchange("cp", _BF16 * tokens * size) for size in (q_dim + 2 * repeated, q_dim))
 
 
-def of_experts(axes: Axes, tokens: float, d_model: int, chosen: int) -> tuple[Op, ...]:
+def of_experts(axes: AxisSizes, tokens: float, d_model: int, chosen: int) -> tuple[Op, ...]:
     """Two all-to-alls over ep, of each token to the ``chosen`` experts and back, where routing is balanced
     (Lepikhin et al. 2020); a backward has the same two."""
     return (_exchange("ep", _BF16 * tokens * d_model * chosen, 2),) if axes.ep > 1 else ()
 
 
-def of_stages(axes: Axes, tokens: float, d_model: int) -> tuple[Op, ...]:
+def of_stages(axes: AxisSizes, tokens: float, d_model: int) -> tuple[Op, ...]:
     """What a stage receives from the one before or after it: activations, or their gradient, of this rank's
     tokens; once for each of its chunks."""
     nbytes = _BF16 * tokens * d_model / axes.tp
@@ -141,7 +141,7 @@ def exchanged(work: Workload) -> dict[str, int]:
     return dict(found)
 
 
-def in_flight(axes: Axes, stage: int, microbatches: int) -> float:
+def in_flight(axes: AxisSizes, stage: int, microbatches: int) -> float:
     """Microbatches whose activations a rank of ``stage`` holds at most, in all of its blocks: of 1F1B one for
     each stage from it on (Narayanan et al. 2019), of interleaved 1F1B those of its warm-up and one more, each
     of a chunk (Narayanan et al. 2021, as torch's ``ScheduleInterleaved1F1B`` has it)."""

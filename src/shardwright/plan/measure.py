@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from shardwright import clock
 from shardwright.errors import ConfigError, InputError
 from shardwright.options import read
-from shardwright.plan.axes import Axes
+from shardwright.plan.axes import AxisSizes
 from shardwright.plan.cluster import Cluster, DeviceSpec
 from shardwright.plan.constants import Constants
 from shardwright.plan.presets import preset
@@ -224,7 +224,7 @@ def _exchange(timer: Timer, cluster: Cluster) -> dict[str, float]:
     """Of all-to-alls by the process group of all ranks: the share of the bandwidth of links that they reach,
     and seconds of one that moves nothing."""
     where, ranks = _device_of(timer.comm), timer.comm.world
-    prices = Prices(cluster, cluster.constants, preset("shardwright"), ranks, axes=Axes(cp=ranks))
+    prices = Prices(cluster, cluster.constants, preset("shardwright"), ranks, axes=AxisSizes(cp=ranks))
     points = []
     for nbytes in _LINK_NBYTES[1:-1]:
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=where)

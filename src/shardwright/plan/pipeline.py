@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.observe.memory.report import Category
-from shardwright.plan.axes import Axes, in_flight
+from shardwright.plan.axes import AxisSizes, in_flight
 from shardwright.plan.memory import HeldBytes, Sharding, memory, peak
 from shardwright.plan.presets import Preset
 from shardwright.plan.prices import Prices, Seconds
@@ -46,7 +46,7 @@ def _microbatch(work: Workload, prices: Prices) -> tuple[Seconds, Seconds]:
 
 
 def held(
-    schedule: Schedule, work: Workload, preset: Preset, sharding: Sharding, axes: Axes, microbatches: int
+    schedule: Schedule, work: Workload, preset: Preset, sharding: Sharding, axes: AxisSizes, microbatches: int
 ) -> Sequence[HeldBytes]:
     """``memory``; of a pipeline that of its first or its last stage, of which one holds most. Besides what a
     microbatch holds there are the activations of those on their way, and, once there is a second one, the

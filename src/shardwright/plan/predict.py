@@ -15,7 +15,7 @@ from shardwright.observe.steps.drawing import Drawing
 from shardwright.options import limited
 from shardwright.plan import pipeline
 from shardwright.plan.answer import in_words
-from shardwright.plan.axes import ALONE, Axes, exchanged
+from shardwright.plan.axes import ALONE, AxisSizes, exchanged
 from shardwright.plan.cluster import FULL, Cluster
 from shardwright.plan.constants import ACCURACY, MEMORY_ERROR, PUBLISHED_NETWORK, PUBLISHED_RANKS, Accuracy
 from shardwright.plan.events import TracedGroup
@@ -43,7 +43,7 @@ _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 @dataclass(frozen=True)
-class Choice(Axes):
+class Choice(AxisSizes):
     """How a model is trained: the input of ``estimate``.
 
     Sizes of a mesh are given by their names: ``tp``, ``cp``, ``ep`` and ``pp`` as ``shardwright.mesh`` has

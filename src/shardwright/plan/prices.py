@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwright.errors import ConfigError
-from shardwright.plan.axes import ALONE, Axes
+from shardwright.plan.axes import ALONE, AxisSizes
 from shardwright.plan.cluster import Cluster
 from shardwright.plan.constants import Constants
 from shardwright.plan.presets import Preset
@@ -67,7 +67,7 @@ class Prices:
     software: Seconds = 1.0
     offload: OffloadPolicy = DEFAULT_OFFLOAD
     smaller_world: int | None = None
-    axes: Axes = ALONE
+    axes: AxisSizes = ALONE
 
     # ---- compute
 

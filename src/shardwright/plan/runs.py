@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from shardwright.errors import ConfigError, InputError
 from shardwright.plan import pipeline
-from shardwright.plan.axes import ALONE, Axes
+from shardwright.plan.axes import ALONE, AxisSizes
 from shardwright.plan.cluster import GIB, Cluster, device
 from shardwright.plan.constants import Constants
 from shardwright.plan.memory import HeldBytes, Sharding, fits, peak, reserved
@@ -58,7 +58,7 @@ class Setup:
     itemsizes: tuple[int, int]
     reshards: bool = True
     old_torch: bool = False
-    axes: Axes = ALONE
+    axes: AxisSizes = ALONE
 
 
 def read(path: str | Path, columns: Sequence[str]) -> list[dict[str, str]]:
@@ -185,11 +185,11 @@ def setup(row: Row, models: Mapping[str, Architecture]) -> Setup:
     return found
 
 
-def _axes(cells: _Cells) -> Axes:
+def _axes(cells: _Cells) -> AxisSizes:
     """An interleaved pipeline has two stages on a rank."""
     both = f"{cells.text('framework')} {cells.text('sharding')}"
     chunks = 2 if re.search("interleaved", both, re.IGNORECASE) else 1
-    return Axes(**{axis: cells.whole(axis, 1) for axis in ("tp", "cp", "pp")}, chunks=chunks)
+    return AxisSizes(**{axis: cells.whole(axis, 1) for axis in ("tp", "cp", "pp")}, chunks=chunks)
 
 
 def _runtime(cells: _Cells) -> str:
@@ -215,7 +215,7 @@ def _shards(cells: _Cells, ranks: int) -> int:
     return shards
 
 
-def _batch(cells: _Cells, microbatches: int, axes: Axes) -> Microbatch:
+def _batch(cells: _Cells, microbatches: int, axes: AxisSizes) -> Microbatch:
     framework, said = cells.text("framework"), cells.text("activation_ckpt")
     every = re.fullmatch(r"selective_every_(\d+|n)\D*", said)
     recompute, of_layers = Recompute.FULL, 1
@@ -239,7 +239,7 @@ def _batch(cells: _Cells, microbatches: int, axes: Axes) -> Microbatch:
     )
 
 
-def _sequences(cells: _Cells, microbatches: int, axes: Axes) -> int:
+def _sequences(cells: _Cells, microbatches: int, axes: AxisSizes) -> int:
     """Rows of a microbatch, of the ranks that share it: as stated, for these or for each device, else what
     the global batch is divided into."""
     stated = cells.text("microbatch_seqs_per_gpu") and cells.whole("microbatch_seqs_per_gpu")

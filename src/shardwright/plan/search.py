@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import InputError
 from shardwright.plan.answer import in_words
-from shardwright.plan.axes import Axes
+from shardwright.plan.axes import AxisSizes
 from shardwright.plan.cluster import GIB, Cluster
 from shardwright.plan.constants import MEMORY_ERROR
 from shardwright.plan.file import BASES, OFFLOADS, Plan, PlannedGroup, offload_name
@@ -325,13 +325,13 @@ def fastest_mesh(given: Subject, cluster: Cluster, choice: Choice, budget: float
     return replace(best, num_meshes=len(found))
 
 
-def _meshes_of(arch: Architecture, batch: Microbatch, ranks: int) -> list[Axes]:
+def _meshes_of(arch: Architecture, batch: Microbatch, ranks: int) -> list[AxisSizes]:
     """Sizes of tp, cp, ep and pp, powers of two up to ``_MOST``, by which ranks can share the model; the
     first is all 1."""
     sizes = [2**power for power in range(_MOST.bit_length())]
     found = []
     for pp, ep, cp, tp in product(sizes, sizes if arch.experts else [1], sizes, sizes):
-        axes = Axes(tp=tp, cp=cp, ep=ep, pp=pp)
+        axes = AxisSizes(tp=tp, cp=cp, ep=ep, pp=pp)
         try:
             axes.data_ranks(ranks)
             part_of(arch, axes)

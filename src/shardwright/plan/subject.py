@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.plan.axes import ALONE, Axes
+from shardwright.plan.axes import ALONE, AxisSizes
 from shardwright.plan.events import cut_from
 from shardwright.plan.predict import (
     Choice,
@@ -91,7 +91,7 @@ def names_of_groups(model: nn.Module, choice: Choice) -> tuple[tuple[str, ...], 
 
 
 def of_architecture(
-    arch: Architecture, batch: Microbatch, axes: Axes = ALONE, name: str = "the model"
+    arch: Architecture, batch: Microbatch, axes: AxisSizes = ALONE, name: str = "the model"
 ) -> Subject:
     """A row of numbers, by the names that its modules have in a model of transformers; of a pipeline those of
     its first stage."""

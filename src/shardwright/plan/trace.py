@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import flop_registry
 
 from shardwright.errors import InputError
-from shardwright.plan.axes import ALONE, Axes
+from shardwright.plan.axes import ALONE, AxisSizes
 from shardwright.plan.events import StepEvents, TracedGroup, cut_from
 from shardwright.plan.traced import exchanging
 from shardwright.plan.workload import GroupSize, Op, OpKind, ParamSize, Stretch, Workload
@@ -60,7 +60,7 @@ def trace(
     groups: Sequence[TracedGroup],
     dtype: torch.dtype | None = None,
     loss: Loss | None = None,
-    axes: Axes = ALONE,
+    axes: AxisSizes = ALONE,
 ) -> Workload:
     """The workload of ``model(*sample, **named)`` and its backward. Nothing is computed, and nothing changed.
 

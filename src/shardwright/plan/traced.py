@@ -15,7 +15,7 @@ from shardwright.errors import InputError
 from shardwright.parallel.exchange import reduced
 from shardwright.parallel.tensor import styles_of
 from shardwright.parallel.ulysses import exchanged_by
-from shardwright.plan.axes import Axes
+from shardwright.plan.axes import AxisSizes
 from shardwright.plan.workload import Op, OpKind
 
 Note = Callable[[Op], None]
@@ -48,7 +48,7 @@ class _Counted:
 
 
 @contextmanager
-def exchanging(model: nn.Module, axes: Axes, note: Note) -> Iterator[None]:
+def exchanging(model: nn.Module, axes: AxisSizes, note: Note) -> Iterator[None]:
     """Meanwhile its attention and its layers call ``note`` with what a rank exchanges, on its microbatch's
     part. Raises: InputError for axes of which that isn't known."""
     if axes.ep > 1 or axes.pp > 1:
@@ -78,7 +78,7 @@ def _exchanged(forward: Any, rowwise: bool, reduce: Callable[[Tensor], Tensor]) 
 
 
 @contextmanager
-def cut_layers(model: nn.Module, axes: Axes) -> Iterator[None]:
+def cut_layers(model: nn.Module, axes: AxisSizes) -> Iterator[None]:
     """Meanwhile it has the parameters of one rank of tp, on the meta device. Raises: InputError where its
     plan isn't known, or a dim can't be cut evenly."""
     with ExitStack() as stack:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from shardwright.errors import InputError
-from shardwright.plan.axes import ALONE, Axes, of_attention, of_experts, of_layers, of_stages
+from shardwright.plan.axes import ALONE, AxisSizes, of_attention, of_experts, of_layers, of_stages
 from shardwright.plan.workload import GroupSize, Op, OpKind, Stretch, Workload
 from shardwright.schedule.schedule import Event, EventKind, Phase
 
@@ -134,7 +134,7 @@ class Microbatch:
         return self.sequence * self.sequences
 
 
-def part_of(arch: Architecture, axes: Axes) -> Architecture:
+def part_of(arch: Architecture, axes: AxisSizes) -> Architecture:
     """The numbers of what a rank of tp computes, of a stage's blocks: heads, columns of the feed-forward
     network and rows of the vocabulary are cut (Megatron-LM, Shoeybi et al. 2019). Where stages have different
     numbers of blocks, those of the largest.
@@ -173,7 +173,7 @@ def passes(batch: Microbatch, columns: float, kernels: int) -> Op:
     return Op(OpKind.MEMORY, nbytes=_BF16 * batch.tokens * columns, kernels=kernels)
 
 
-def _elementwise(arch: Architecture, batch: Microbatch, axes: Axes) -> tuple[Op, Op]:
+def _elementwise(arch: Architecture, batch: Microbatch, axes: AxisSizes) -> tuple[Op, Op]:
     """Count a block's, forward and backward. Ranks of tp share the tokens of norms and sums."""
     d, f, rope = arch.d_model / axes.tp, arch.ffn_dim * arch.chosen, arch.q_dim + arch.kv_dim
     sorted_by_expert = 4 * arch.d_model * arch.chosen if arch.experts else 0  # there and back
@@ -192,7 +192,7 @@ def _slow_norms(arch: Architecture, batch: Microbatch) -> bool:
     return arch.rms and not (batch.compiled or batch.fused_norms)
 
 
-def block_saved(arch: Architecture, batch: Microbatch, axes: Axes = ALONE) -> int:
+def block_saved(arch: Architecture, batch: Microbatch, axes: AxisSizes = ALONE) -> int:
     """Bytes of activations that a block keeps for its backward, all of it. Of tp's ranks each has all tokens
     of what a norm gives, which matmuls read."""
     d, f = arch.d_model, arch.ffn_dim
@@ -203,7 +203,7 @@ def block_saved(arch: Architecture, batch: Microbatch, axes: Axes = ALONE) -> in
     return int(_BF16 * batch.tokens * (norms + qkv + arch.q_dim + hidden * arch.chosen + routed))
 
 
-def _matmuls(arch: Architecture, tokens: int, axes: Axes, times: int) -> list[Op]:
+def _matmuls(arch: Architecture, tokens: int, axes: AxisSizes, times: int) -> list[Op]:
     """Those of a block. Tokens go to experts evenly, so that each rank of ep has as many rows as before."""
     if not arch.experts:
         return [matmul(tokens, k, n, times) for k, n in arch.matrices]
@@ -216,7 +216,7 @@ def _matmuls(arch: Architecture, tokens: int, axes: Axes, times: int) -> list[Op
     ]
 
 
-def _block(arch: Architecture, batch: Microbatch, axes: Axes) -> tuple[Stretch, Stretch]:
+def _block(arch: Architecture, batch: Microbatch, axes: AxisSizes) -> tuple[Stretch, Stretch]:
     """Forward and backward of one block: a rank's part of it. The last reduce-scatter of the forward isn't in
     it: a backward that computes the block again stops before that (torch's ``checkpoint``)."""
     tokens = batch.tokens
@@ -255,7 +255,7 @@ def _block(arch: Architecture, batch: Microbatch, axes: Axes) -> tuple[Stretch, 
     return Stretch(forward, saved, inside), Stretch(backward, -saved, whole - saved + back)
 
 
-def _head(arch: Architecture, batch: Microbatch, axes: Axes) -> tuple[Stretch, Stretch]:
+def _head(arch: Architecture, batch: Microbatch, axes: AxisSizes) -> tuple[Stretch, Stretch]:
     """The last norm, logits and the loss, forward and backward. In float32 the loss holds three copies. Over
     tp logits stay cut by the vocabulary (``loss_parallel``); what is reduced then, three numbers of each
     token, isn't counted."""
@@ -269,7 +269,7 @@ def _head(arch: Architecture, batch: Microbatch, axes: Axes) -> tuple[Stretch, S
     return Stretch(forward, kept, more // 2, True), Stretch(backward, -kept, more, True)
 
 
-def workload(arch: Architecture, batch: Microbatch, axes: Axes = ALONE) -> Workload:
+def workload(arch: Architecture, batch: Microbatch, axes: AxisSizes = ALONE) -> Workload:
     """Each block is a group; the embedding, the last norm and the head are the root's, the last group.
 
     axes: that ranks share this microbatch over; what is returned is of one rank, of the last stage of a
@@ -285,7 +285,7 @@ def workload(arch: Architecture, batch: Microbatch, axes: Axes = ALONE) -> Workl
     return replace(last, tokens=batch.tokens, parameters=whole, earlier=earlier)
 
 
-def _stage(arch: Architecture, batch: Microbatch, axes: Axes, embeds: bool, ends: bool) -> Workload:
+def _stage(arch: Architecture, batch: Microbatch, axes: AxisSizes, embeds: bool, ends: bool) -> Workload:
     """``embeds``: it has the embedding; ``ends``: it has the head."""
     root, d, tokens = arch.n_layers, arch.d_model, batch.tokens
     without = _block(arch, replace(batch, recompute=Recompute.NONE), axes)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import prod
+from typing import ClassVar
 
 from shardwright.errors import InputError
 
@@ -38,6 +39,7 @@ class Spans(Sequence[tuple[int, int]]):
     longest: int
     end: int
     gap: int = 0
+    is_ragged: ClassVar[bool] = False  # whether parts are of different sizes
 
     def __len__(self) -> int:
         return self.world
@@ -58,11 +60,6 @@ class Spans(Sequence[tuple[int, int]]):
         """Whether all parts are equal and one after another."""
         return self.gap == 0 and self.end == self.world * self.longest
 
-    @property
-    def is_ragged(self) -> bool:
-        """Whether parts may be of any size."""
-        return False
-
     def joined(self, count: int) -> "Spans":
         """One part in place of each ``count``, which follow one another."""
         return Spans(self.world // count, self._reach(count), self.end, self.gap)
@@ -81,11 +78,14 @@ class RaggedSpans(Spans):
     """Parts of any sizes one after another. bounds: where each begins, and the end."""
 
     bounds: tuple[int, ...] = ()
+    is_ragged: ClassVar[bool] = True
 
     @staticmethod
-    def of(bounds: Sequence[int]) -> "RaggedSpans":
+    def of(bounds: Sequence[int]) -> Spans:
         """Parts between neighbouring ``bounds``, the first of which is 0."""
         longest = max(stop - start for start, stop in pairwise(bounds))
+        if longest * (len(bounds) - 1) == bounds[-1]:
+            return equal_spans(longest, len(bounds) - 1)
         return RaggedSpans(len(bounds) - 1, longest, bounds[-1], bounds=tuple(bounds))
 
     def __getitem__(self, rank: int) -> tuple[int, int]:
@@ -97,12 +97,7 @@ class RaggedSpans(Spans):
     @cached_property
     def is_chunked(self) -> bool:
         """See ``Spans``."""
-        return self.is_even
-
-    @cached_property
-    def is_ragged(self) -> bool:
-        """See ``Spans``."""
-        return not self.is_even
+        return False
 
     def joined(self, count: int) -> Spans:
         """See ``Spans``."""

@@ -58,8 +58,8 @@ def _states_nbytes(recipe: Recipe, shards: int, work: Workload) -> int:
 def choice_of(recipe: Recipe, ranks: int) -> Choice:
     """The dtypes and the mesh of a recipe on so many ranks. Raises: InputError where they make up no mesh."""
     asked = recipe.mesh.model_dump(exclude={"pp_schedule"})
-    sizes = dict(asked)
-    dp, copies = sizes.pop("dp"), sizes.pop("replicate")
+    dp, copies = recipe.mesh.dp, recipe.mesh.replicate
+    sizes = {name: size for name, size in asked.items() if name not in ("dp", "replicate")}
     choice = Choice(mp_policy=precision_of(recipe), **sizes)
     found, left = divmod(choice.data_ranks(ranks), copies * choice.cp)
     if left or dp not in (0, found):

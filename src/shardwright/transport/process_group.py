@@ -112,9 +112,9 @@ class ProcessGroupComm(Comm):
     def _launch_gather(self, flight: "_Flight", segments: Sequence[Segment]) -> None:
         begun = None if self.times is None else self.times.begin()
         # As bytes: NCCL has no int16, complex or float8_e8m0fnu, Gloo no float8. One call moves all dtypes.
-        ragged = [segment for segment in segments if segment.spans.is_ragged]
-        equal = [segment.flat for segment in segments if not segment.spans.is_ragged]
-        flats = [flat for flat in equal if flat.numel()] if self.world > 1 else []
+        ragged = [each for each in segments if each.spans.is_ragged]
+        equal = segments if self.world > 1 else ()
+        flats = [each.flat for each in equal if each.flat.numel() and not each.spans.is_ragged]
         outputs = [flat.view(torch.uint8) for flat in flats]
         inputs = [flat.view(self.world, -1)[self.rank] for flat in outputs]
         self.sent_nbytes += sum([shard.nbytes for shard in inputs]) * (self.world - 1)
@@ -178,8 +178,10 @@ class ProcessGroupComm(Comm):
         self, flight: "_Flight", segments: Sequence[Segment], dtypes: Sequence[torch.dtype]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Launch it. Returns what is read, and the memory that the sums will be in."""
-        equal = [index for index, segment in enumerate(segments) if not segment.spans.is_ragged]
-        inputs = padded([segments[index] for index in equal], [dtypes[index] for index in equal])
+        ragged = [index for index, segment in enumerate(segments) if segment.spans.is_ragged]
+        if ragged:
+            return self._launch_parts(flight, segments, dtypes, ragged)
+        inputs = padded(segments, dtypes)
         if self.world == 1:
             return inputs, inputs
         # Memory of the reduce stream, where there is one (rule 4 of streams.py): that of a sum which was
@@ -200,11 +202,25 @@ class ProcessGroupComm(Comm):
                     reduce_scatter_of(dist)(place, term, group=self._reduce_group, async_op=True)
                     for place, term in zip(places, terms, strict=True)
                 )
-        sums = dict(zip(equal, outputs, strict=True))
-        for index, segment in enumerate(segments):
-            if index not in sums:
-                inputs.append(segment.flat.to(dtypes[index]))
-                sums[index] = self._reduce_parts(flight, inputs[-1], segment.spans)
+        if self.times is not None:
+            self.times.end(begun, flight.log.name, flight.launch, flight.works)
+        return inputs, outputs
+
+    def _launch_parts(
+        self,
+        flight: "_Flight",
+        segments: Sequence[Segment],
+        dtypes: Sequence[torch.dtype],
+        ragged: Sequence[int],
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """``_launch_reduction`` where the parts of those at ``ragged`` are of different sizes."""
+        equal = [index for index in range(len(segments)) if index not in ragged]
+        launched = self._launch_reduction(flight, [segments[i] for i in equal], [dtypes[i] for i in equal])
+        inputs, sums = launched[0], dict(zip(equal, launched[1], strict=True))
+        begun = None if self.times is None else self.times.begin()
+        for index in ragged:
+            inputs.append(segments[index].flat.to(dtypes[index]))
+            sums[index] = self._reduce_parts(flight, inputs[-1], segments[index].spans)
         if self.times is not None:
             self.times.end(begun, flight.log.name, flight.launch, flight.works)
         return inputs, [sums[index] for index in range(len(segments))]
