@@ -104,16 +104,14 @@ class _Cut:
         of whole blocks."""
         local: Any = local_of(self._value) if isinstance(self._value, DTensor) else self._value
         ragged = [p for p in self.placements if isinstance(p, RaggedShard)]
-        block = -(-local.numel() // max(part.numel(), 1))
-        row = local.numel() // max(len(local), 1)
-        if len(ragged) == 1 == len(cuts_of(self.placements)) and part.numel() in (
-            0,
-            -(-local.numel() // block),
-        ):
-            # Blocks end where ranks do, so that they are those of one process.
-            sizes = tuple(-(-size * row // block) for size in ragged[0].sizes)
-            cuts = [RaggedShard(sizes) if p is ragged[0] else p for p in self.placements]
-            return self.made(part, (sum(sizes),), cuts)
+        if len(ragged) == 1 == len(cuts_of(self.placements)) and part.numel():
+            block, left = divmod(local.numel(), part.numel())
+            numels = [size * prod(local.shape[1:]) for size in ragged[0].sizes]
+            if not left and not any(numel % block for numel in numels):
+                # Blocks end where ranks do, so that they are those of one process.
+                sizes = RaggedShard([numel // block for numel in numels])
+                cuts = [sizes if p is ragged[0] else p for p in self.placements]
+                return self.made(part, (sum(sizes.sizes),), cuts)
         self._check_even(part, what)
         return self.made(part, (self._parts * len(part), *part.shape[1:]), self.placements)
 
