@@ -25,7 +25,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.errors import InputError
 from shardwright.params.at_rest import as_torch, reduced
-from shardwright.params.binding import is_extended
 from shardwright.params.placement import RaggedShard, Split, held_by
 from shardwright.schedule.balance import Load, Matrices, newton_schulz_flops, owners
 from shardwright.schedule.layout import ParamLayout
@@ -189,13 +188,6 @@ def laid_out(names: Mapping[nn.Parameter, str], splits: Mapping[nn.Parameter, Sp
             wanted = Owned() if is_owned else None if isinstance(layout, Balanced) else layout
         if wanted is None or split.dim is None:
             continue
-        if is_extended(param):
-            if split.layout is None:
-                continue
-            raise InputError(
-                f"{names[param]!r} is a {type(param.data).__name__}, whose class says what is gathered of "
-                "equal rows; leave Owned and Blocks out for it"
-            )
         rows = ParamLayout(_local_shape(param), split.axis.world)
         if wanted == Owned():
             sizes = (layout if isinstance(layout, Balanced) else Balanced({})).take(param, split.axis)

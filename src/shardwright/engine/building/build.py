@@ -243,7 +243,8 @@ def shard_modules(
     if options.layout is not None or any(split.layout for split in splits.values()):
         from shardwright.params.ragged import laid_out  # noqa: PLC0415 chosen sizes
 
-        splits = laid_out({param: fqn for param, (fqn, _) in found.items()}, splits, options)
+        plain = {param: split for param, split in splits.items() if not is_extended(param)}
+        splits |= laid_out({param: fqn for param, (fqn, _) in found.items()}, plain, options)
     for each in (axis, *(split.axis for split in splits.values())):
         options.check_world(each)
     _warn_of_references(modules, {param: fqn for param, (fqn, _) in found.items()})
@@ -415,6 +416,11 @@ def _split(
     normalizes = any(getattr(site.module, "running_mean", None) is not None for site in sites)
     keeps_dtype = options.precision.keeps_dtype(fqn, param) or normalizes
     layout = None if isinstance(wanted, Shard) else wanted
+    if layout is not None and is_extended(param):
+        raise InputError(
+            f"{fqn!r} is a {type(param.data).__name__}, whose class says what is gathered of equal rows; "
+            "have shard_placement_fn return None for it"
+        )
     dim = dim % ndim if ndim else None
     return Split(axis, dim, options.offload, options.dims, keeps_dtype, num_averaged, layout)
 
