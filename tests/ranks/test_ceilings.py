@@ -51,7 +51,7 @@ _MESHES = (
     "(src/shardwright/parallel); their prices in plans: 420; pipelines' checkpoints: 70"
 )
 
-_OWNED = "whole matrices on their owner, blocks, Muon: core 215, src 660"
+_OWNED = "whole matrices on their owner, blocks, Muon: core 440, src 660"
 _ALL_AXES = "experts and pipelines in recipes: 350; waits by axis, inputs on the host, rings: 360; plans: 130"
 _STACKED = "adapters of stacked experts: 160 lines; codes of stacked and packed weights, of the core: 115"
 
@@ -64,28 +64,28 @@ _SIMULATED = "tests/storm has 4,400, and made 1,100 superfluous: it finds what n
 # The one place of these limits. Each is exact when it is set; lower it whenever the number has fallen.
 CEILINGS = {
     "modules that the import loads": Ceiling(62, 75),
-    "lines that the import loads": Ceiling(14_202, 14_500),
+    "lines that the import loads": Ceiling(14_208, 14_500),
     "modules loaded after ten steps": Ceiling(82, 95),
     "lines loaded after ten steps": Ceiling(
-        17_573, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}; {_OWNED}; {_ALL_AXES}"
+        17_579, 17_000, f"{_MANY}; {_APART}; {_LEFT}; {_AHEAD}; {_OWNED}; {_ALL_AXES}"
     ),
     "files of a step": Ceiling(26, 24),
     "functions of a step": Ceiling(230, 210),
     "code lines of a step": Ceiling(2_110, 1_800, f"{_PLANNED}; {_AHEAD}"),
     "code lines of the core": Ceiling(
-        12_406,
+        12_630,
         9_700,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_AHEAD}; {_STACKED}; "
         f"{_OWNED}",
     ),
     "code lines of src": Ceiling(
-        43_001,
+        42_998,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
         f"{_MESHES}; {_STACKED}; {_OWNED}; {_ALL_AXES}",
     ),
     "code lines of tests": Ceiling(
-        50_916,
+        50_917,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700, vLLM 90; the simulated device: 200; shared sequences: 540; "
@@ -108,8 +108,8 @@ CORE = {
     "engine/optimizers": "away guard in_backward registry",
     "engine/step": "backward batches consensus executor hooks runtime same_model",
     "params": """
-        at_rest binding first_weights flat_param load_plain offload param placement rows
-        smaller_world subclass
+        at_rest binding first_weights flat_param load_plain offload param placement ragged
+        rows smaller_world subclass
     """,
     "quantized": "__init__ codec codecs module",
     "observe/memory": "accounts out_of_memory",

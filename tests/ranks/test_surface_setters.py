@@ -60,7 +60,8 @@ PUBLIC = [
 OURS_ALONE = {
     "CPUOffloadPolicy": {"params": True, "grads": True, "optimizer_state": True},
     "MixedPrecisionPolicy": {"gather_dtype": None},
-    "fully_shard": dict.fromkeys(("groups", "plan", "cluster", "sample")) | {"shard_over_all": False},
+    "fully_shard": dict.fromkeys(("groups", "layout", "plan", "cluster", "sample"))
+    | {"shard_over_all": False},
 }
 
 
