@@ -28,7 +28,6 @@ from shardwright.recipe.config import ModelConfig, OptimizerConfig
 from shardwright.schedule.balance import newton_schulz_flops
 from shardwright.train.eager import build_optimizer
 from shardwright.train.models import Transformer
-from tests.pure import test_optim
 from tests.ranks.pool import run_ranks
 
 LAYOUTS = ["owner", Owned(1), Blocks(3), Blocks(elements=16), Blocks(shares=(2, 1, 1))]
@@ -405,20 +404,22 @@ def test_operations_of_torch_on_owned_matrices_are_right_or_say_what_to_do():
     run_ranks(3, operations_on_owned)
 
 
-@pytest.mark.parametrize(
-    ("layout", "says"),
-    [
+def layouts_that_cannot_be(rank, world):
+    for layout, says in (
         (Owned(7), r"'weight' was given to rank 7 of an axis of 1 ranks"),
         ("own", r"layout must be 'rows', 'owner', an Owned or a Blocks, got 'own'"),
         (Blocks(shares=(1, 2)), r"'weight' was given 2 shares, expected 1: one for each rank"),
-    ],
-    ids=str,
-)
-def test_a_layout_that_cannot_be_is_refused_and_nothing_is_sharded(layout, says):
-    model = nn.Linear(3, 3)
-    with pytest.raises(InputError, match=says):
-        fully_shard(model, layout=layout)
-    assert not isinstance(model.weight, DTensor)
+    ):
+        model = nn.Linear(3, 3)
+        with pytest.raises(InputError, match=says):
+            fully_shard(model, layout=layout)
+        assert not isinstance(model.weight, DTensor)
+    with pytest.raises(InputError, match="nothing of this model is owned; call fully_shard"):
+        shardwright.owned_params(fully_shard(model))
+
+
+def test_a_layout_that_cannot_be_is_refused_and_nothing_is_sharded_or_owned():
+    run_ranks(1, layouts_that_cannot_be)
 
 
 @pytest.mark.parametrize(
@@ -429,13 +430,6 @@ def test_a_layout_that_cannot_be_is_refused_and_nothing_is_sharded(layout, says)
 def test_blocks_of_nothing_are_refused(make):
     with pytest.raises(InputError, match="got Blocks"):
         make()
-
-
-def test_a_model_of_which_nothing_is_owned_has_no_owned_parameters():
-    with pytest.raises(
-        InputError, match=r'nothing of this model is owned; call fully_shard\(\.\.\., layout="o'
-    ):
-        shardwright.owned_params(fully_shard(nn.Linear(3, 3)))
 
 
 def shares_of_owners(rank, world, make):
@@ -513,12 +507,8 @@ def test_ranks_that_have_chosen_different_owners_are_told_before_anything_is_gat
     run_ranks(2, owners_that_differ)
 
 
-exact = test_optim.exact
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_recipe_has_torchs_muon_for_the_matrices_of_the_blocks_and_adamw_for_the_rest(exact, tied):
-    torch.manual_seed(0)
+def muon_of_a_recipe(rank, world, tied):
+    torch.Tensor.bfloat16 = torch.Tensor.clone  # torch's iterates in the dtype of the gradients
     # As wide as the vocabulary of bytes: the output of a block isn't the head.
     model = Transformer(ModelConfig(num_layers=2, dim=256, num_heads=2, hidden_dim=24, tied_embedding=tied))
     other = copy.deepcopy(model)
@@ -540,3 +530,8 @@ def test_a_recipe_has_torchs_muon_for_the_matrices_of_the_blocks_and_adamw_for_t
                 optimizer.step()
                 optimizer.zero_grad()
     assert worst(whole_of(model), other.state_dict()) < 1e-6
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_recipe_has_torchs_muon_for_the_matrices_of_the_blocks_and_adamw_for_the_rest(tied):
+    run_ranks(1, muon_of_a_recipe, tied)
