@@ -11,6 +11,7 @@ from shardwright.schedule.layout import (
     FlatLayout,
     GroupLayout,
     ParamLayout,
+    RaggedSpans,
     Spans,
     align,
     contiguous_strides,
@@ -162,7 +163,9 @@ def test_spans_of_chosen_sizes_are_joined_and_those_of_some_ranks_are_within_the
     assert list(spans) == [(0, 0), (0, 6), (6, 8), (8, 12)] == [layout.span(rank) for rank in range(4)]
     assert spans.is_ragged and not spans.is_even and not spans.is_chunked and spans[-1] == (8, 12)
     assert list(spans.joined(2)) == [(0, 6), (6, 12)] and spans.joined(2).is_even
-    assert list(spans.within(2, 2)) == [(0, 2), (2, 6)]
+    assert list(spans.within(2, 2)) == [(0, 2), (2, 6)] and list(spans.within(0, 2)) == [(0, 0), (0, 6)]
+    assert (spans.world, spans.longest, spans.end) == (4, 6, 12) and spans[-4] == (0, 0)
+    assert RaggedSpans.of([0, 2, 4]) == equal_spans(2, 2)
     assert [layout.shard_shape(rank) for rank in range(4)] == [(0, 2), (3, 2), (1, 2), (2, 2)]
     assert layout.like((6, 5)).spans[1] == (0, 15) and layout.like((8,)).sizes is None
     with pytest.raises(IndexError):

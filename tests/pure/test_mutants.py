@@ -52,6 +52,7 @@ REASONED: dict[str, str] = {
     "observe/ledger/lateness.py Looks.then: shares.get(each.rank, 1.0): 1.0 is 2.0": "far above the bar",
     "observe/ledger/lateness.py history: causes.most_common(1): 1 is 2": "the first of them is read",
     "observe/ledger/ledger.py (module): _FAR_BACK = 400: 400 is 401": _MEMORY,
+    "observe/ledger/ledger.py _axes: waited[axis] >= _IN_PLACE * sum(waited.values()): >": _EXACTLY,
     "observe/ledger/ledger.py _Books._profile: bisect_right(starts, start) - 1: 1 is 2": _EMPTY,
     "observe/ledger/ledger.py _Books._profile: seconds <= 0: <": _EMPTY,
     "observe/ledger/ledger.py _Books._profile: sum((line.seconds for line in lines)) or 1.0: 1.0 is 2.0": (
