@@ -40,8 +40,8 @@ from shardwright.errors import CheckpointError, InputError, StageError
 from shardwright.extras import from_extra
 from shardwright.files import json_file, opened, reading
 from shardwright.module import FSDPModule
-from shardwright.ops.gather import scattered
 from shardwright.params.placement import part_of
+from shardwright.params.ragged import placed_as
 from shardwright.policy import Lora
 from shardwright.quantized import encodings
 from shardwright.quantized.codec import scales_name
@@ -288,7 +288,10 @@ def _replace(module: nn.Module, name: str, full: torch.Tensor) -> None:
     """The parameter of that name by ``full``, sharded as it is."""
     old = parameters_of(module)[name]
     assert old is not None
-    parameters_of(module)[name] = nn.Parameter(scattered(old, full), requires_grad=old.requires_grad)
+    if isinstance(old, DTensor):  # perhaps on the meta device still
+        own = part_of(old, full).to(old.device_mesh.device_type)
+        full = placed_as(old.detach(), own.clone(memory_format=torch.contiguous_format))
+    parameters_of(module)[name] = nn.Parameter(full, requires_grad=old.requires_grad)
 
 
 @torch.no_grad()
