@@ -220,7 +220,7 @@ def without_positions(rank, world, recipe):
 
 def test_a_model_that_lets_packed_records_see_each_other_has_one_in_each_and_says_so(place, tmp_path):  # noqa: F811
     llama = transformers.AutoModelForCausalLM.from_pretrained(place / "llama")
-    assert keeps_apart(llama, torch.device("cpu"))
+    assert keeps_apart(llama, llama.config.vocab_size, torch.device("cpu"))
     bloom(tmp_path / "bloom", place / "llama")
     base = {"folder": str(tmp_path / "bloom"), "quantise": "none"}
     adapter, sample = {"targets": ["query_key_value"]}, {"num_bytes": 1}
