@@ -44,7 +44,7 @@ def tune_one(rank, world, root, kind):
     lora = AdapterConfig(rank=4, alpha=8).policy()
     model = hf.load(base, quantise="nf4", lora=lora)
     save_adapter(root / f"{kind}-first", model, base=str(base))
-    apart, loss = keeps_apart(model, CPU), HeadLoss(model.train())
+    apart, loss = keeps_apart(model, model.config.vocab_size, CPU), HeadLoss(model.train())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, momentum=0.9)
     losses = []
     for _ in range(STEPS):
