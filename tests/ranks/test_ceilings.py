@@ -92,7 +92,7 @@ CEILINGS = {
         "every mesh: 250; experts, recipes and plans of meshes: 600; stacked experts and torchao: 430; "
         "whole matrices and Muon: 900; the last meshes of recipes, plans, traces: 500",
     ),
-    "words of README and docs": Ceiling(60_000, 60_000),
+    "words of README and docs": Ceiling(60_058, 60_000, "the page of long sequences and that of optimizers"),
     "mutable objects of modules": Ceiling(21, 20, "which context-parallel forward runs in a thread"),
 }
 
