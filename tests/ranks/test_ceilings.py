@@ -79,13 +79,13 @@ CEILINGS = {
         f"{_OWNED}",
     ),
     "code lines of src": Ceiling(
-        42_998,
+        43_001,
         33_200,
         f"{_PLANNED}; {_SUMMED}; {_MANY}; {_APART}; {_ORDERED}; {_LEFT}; {_HOSTS}; {_PUBLISHED}; {_AHEAD}; "
         f"{_MESHES}; {_STACKED}; {_OWNED}; {_ALL_AXES}",
     ),
     "code lines of tests": Ceiling(
-        50_912,
+        50_916,
         41_500,
         f"{_SIMULATED}; mutants of start-up and checkpoints: 290, of which 250 were paid; of the watch: 860; "
         "published weights: 700, vLLM 90; the simulated device: 200; shared sequences: 540; "
