@@ -286,7 +286,8 @@ class _Save:
     def run(self, snapshot: Snapshot, pace: background.Pace | None = None) -> Location:
         """Every rank writes its pieces, rank 0 publishes. pace: of a save in the background."""
         group, what = self.group, f"saving step {self.step} to {self.path}"
-        described = {**snapshot.of_all.described(), "path": str(self.path)}
+        common = snapshot.of_all
+        described = {**common.described(), "path": str(self.path)}
         with contextlib.ExitStack() as stack:
             begun = group.together(what, lambda: self._begin(stack, snapshot, hash_of(described)))
             attempt: Any = begun[0][0]
@@ -299,7 +300,7 @@ class _Save:
                     ranks_of = [rank for rank, each in enumerate(self.stages) if each == stage]
                     if len({prints[rank] for rank in ranks_of}) > 1:
                         _raise_difference(what, {rank: compared[rank] for rank in ranks_of})
-            told = [snapshot.of_all.told()]
+            told = [common.told()]
             if any(self.stages):
                 is_first = group.rank == self.first
                 of_ranks = group.together(what, lambda: told[0] if is_first else ({}, {}))

@@ -151,7 +151,8 @@ class ProcessGroupComm(Comm):
         for rank, (start, stop) in enumerate(spans):
             if stop > start:
                 options = ReduceOptions()
-                options.rootRank, options.reduceOp = rank, dist.ReduceOp(dist.ReduceOp.SUM)
+                options.rootRank, options.asyncOp = rank, True
+                options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
                 part = own if rank == self.rank else flat[start:stop]
                 self.sent_nbytes += part.nbytes if rank != self.rank else 0
                 flight.launched(self._reduce_group.reduce([_as_reals(part)], options))
